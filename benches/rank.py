@@ -148,7 +148,8 @@ def agree(args, files):
     """llama-perplexity's figures beside nq's."""
     window = ["--protocol", "llama", "--ctx", 512, "--text", args.agree, "--against", args.source, "--json"]
     logits, expanded = args.out / "logits", args.out / "expanded.gguf"
-    judge = ["-c", 512, "-t", 2, "-f", args.agree, "--kl-divergence-base", logits]
+    # Its repacked weights crash on CPUs with AMX (IQ2_XXS, llama.cpp of llama-cpp-python 0.3.36).
+    judge = ["-c", 512, "-t", 2, "--no-repack", "-f", args.agree, "--kl-divergence-base", logits]
     files.llama("llama-perplexity", "-m", files.source(), *judge)
 
     def by_llama(path):

@@ -115,6 +115,10 @@ struct Planned {
 /// The share of a stage from which on its pace tells more than the estimate: its first steps tell little.
 const TELLING: f64 = 0.02;
 
+/// The share of a plan's time that counts as gone by as estimated, where a run's pace so far tells that of other stages: they do
+/// work of other kinds, whose pace differs in its own way.
+const EXPECTED: f64 = 0.25;
+
 impl StagePlan {
     /// A stage that occurs several times is the next of its name. If none is to come, a limit on the quality made the run
     /// begin again.
@@ -146,11 +150,8 @@ impl StagePlan {
         if now <= 0.0 {
             return None;
         }
-        let slower = if estimated > 0.0 {
-            took / estimated
-        } else {
-            1.0
-        };
+        let all: f64 = self.stages.iter().map(|s| s.estimate).sum();
+        let slower = (took + EXPECTED * all) / (estimated + EXPECTED * all);
         let of_this = match tells {
             true => work.seconds * (1.0 - work.done) / work.done,
             false => slower * now * (1.0 - work.done),
@@ -168,7 +169,7 @@ impl StagePlan {
 /// A time for people, as nobody knows it exactly: `about 6 minutes`.
 pub fn about(seconds: f64) -> String {
     let (n, unit) = match seconds {
-        s if s < 90.0 => ((s / 10.0).ceil().max(1.0) * 10.0, "second"),
+        s if s < 90.0 => ((s / 5.0).round().max(1.0) * 5.0, "second"),
         s if s < 90.0 * 60.0 => ((s / 60.0).round(), "minute"),
         s => ((s / 3600.0).round(), "hour"),
     };
@@ -536,8 +537,9 @@ mod tests {
         plan.begin("a");
         assert_eq!(plan.step().as_deref(), Some("step 1 of 3"));
         assert_eq!(plan.left(done(0.5, 50.0)), Some(300.0));
-        // Half as fast as estimated.
-        assert_eq!(plan.left(done(0.5, 100.0)), Some(600.0));
+        // Half as fast as estimated, which says more of this stage than of the others.
+        let others = 250.0 * (100.0 + 87.5) / (50.0 + 87.5);
+        assert_eq!(plan.left(done(0.5, 100.0)), Some(100.0 + others));
         plan.end(done(1.0, 200.0));
         plan.begin("loading weights");
         assert_eq!(plan.left(done(0.5, 1.0)), None);
@@ -553,8 +555,8 @@ mod tests {
     #[test]
     fn times_are_rounded_as_people_say_them() {
         for (seconds, words) in [
-            (1.0, "about 10 seconds"),
-            (61.0, "about 70 seconds"),
+            (1.0, "about 5 seconds"),
+            (61.0, "about 60 seconds"),
             (360.0, "about 6 minutes"),
             (7200.0, "about 2 hours"),
         ] {

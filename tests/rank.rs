@@ -196,6 +196,33 @@ fn a_ranking_agrees_with_an_evaluation() {
     assert!((ppl - 1.0).abs() < 1e-12, "{ppl}");
 }
 
+/// A source that does not fit the memory is run so.
+#[test]
+fn a_source_run_layer_by_layer_is_the_source() {
+    let place = RankFolder::new();
+    let four = &*place.path("4");
+    let (whole, _) = place.rank(&[four], &[]);
+    let (streamed, notes) = place.rank(&[four], &["--layer-by-layer"]);
+    assert!(notes.contains("demo is run layer by layer"), "{notes}");
+    for text in ["text", "kinds/0", "kinds/4"] {
+        let kld = |r: &Value| number(r, &format!("/files/0/{text}/kld/mean"));
+        let ratio = kld(&streamed) / kld(&whole);
+        assert!((ratio - 1.0).abs() < 1e-3, "{text}: {ratio}");
+    }
+    let floor = |r: &Value| number(r, "/floor/mean");
+    let ratio = floor(&streamed) / floor(&whole);
+    assert!((0.2..5.0).contains(&ratio), "{ratio}");
+    for left_out in ["answers", "tasks"] {
+        assert!(streamed["files"][0][left_out].is_null() && !whole["files"][0][left_out].is_null());
+    }
+    assert!(
+        streamed["source_engine"]
+            .as_str()
+            .unwrap()
+            .contains("layer by layer")
+    );
+}
+
 #[test]
 fn what_cannot_be_ranked_is_refused() {
     let home = tempfile::tempdir().unwrap();

@@ -60,4 +60,5 @@ pub use recipe::Recipe;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
 pub use schemes::{Codes, Schemes, group_named};
 pub use stages::Stage;
+pub use streamed::Streamed;
 pub use train::{Effort, TuneOptions, Tuning};

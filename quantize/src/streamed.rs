@@ -1,5 +1,5 @@
-//! The source as an engine on a device that has no room for the whole of it: it is run layer by layer
-//! over a text known beforehand. The last layer's output is kept on the host, and the head stays on
+//! A model as an engine on a device that has no room for the whole of it: it is run layer by layer
+//! over texts known beforehand. The last layer's output is kept on the host, and the head stays on
 //! the device.
 
 use crate::error::Result;
@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Rows whose logits are computed at once.
 pub(crate) const ROWS: usize = 64;
 
-/// An [`Engine`] for one text.
-pub(crate) struct Streamed {
+/// An [`Engine`] for texts that were known when it was made: it computes logits of them alone.
+pub struct Streamed {
     inner: Arc<Inner>,
     description: EngineDescription,
 }
@@ -31,11 +31,11 @@ struct Inner {
 
 impl Streamed {
     /// Runs `store`'s layers over `texts` with `stepper`, whose memory is given back before the
-    /// head takes its own.
+    /// head takes its own. What they put out, `4 * hidden size` bytes a token, stays in the host's memory.
     ///
     /// # Errors
     /// Errors of reading or running the layers.
-    pub(crate) fn new(
+    pub fn new(
         mut stepper: Box<dyn LayerStepper>,
         store: &dyn WeightStore,
         texts: &[Vec<u32>],

@@ -357,7 +357,8 @@ fn recommendation<'a>(
         human_bytes(row.needed_bytes)
     );
     if let Some(tok_s) = row.tok_s_full {
-        sentence += &format!(" and should reach at least {tok_s:.0} tokens a second");
+        sentence +=
+            &format!(" and should reach about {tok_s:.0} tokens a second once that is full");
     }
     if row.cpu_layers > 0 {
         sentence += &format!(", with the experts of {} layers on the CPU", row.cpu_layers);
@@ -373,13 +374,13 @@ fn recommendation<'a>(
 /// The report for people.
 fn text(report: &Report<'_>) -> String {
     let (machine, wanted) = (report.machine, report.wanted);
+    let (unit, count) = match report.parameters as f64 / 1e6 {
+        millions if millions < 1000.0 => ("million", millions),
+        millions => ("billion", millions / 1000.0),
+    };
     let mut lines = vec![format!(
-        "{}: {:.1} billion parameters, by {}; {} tokens of context, {} at once",
-        report.model,
-        report.parameters as f64 / 1e9,
-        report.shape_from,
-        wanted.context,
-        wanted.clients
+        "{}: {count:.1} {unit} parameters, by {}; {} tokens of context, {} at once",
+        report.model, report.shape_from, wanted.context, wanted.clients
     )];
     lines.extend(machine.cards.as_ref().map(Cards::line));
     let host = &machine.host;
@@ -412,7 +413,7 @@ fn text(report: &Report<'_>) -> String {
         );
     }
     lines.push(
-        "Divergences are from a record, of such files of the demo model; larger models usually lose less. `nq eval` measures yours."
+        "Divergences are from a record, of such files of the demo model, which is small: no larger one was measured. `nq eval` measures yours."
             .into(),
     );
     match &report.recommendation {

@@ -94,9 +94,9 @@ pub struct FileFigures {
     pub text: TextFigures,
     /// On texts of several kinds, in the order of [`KINDS`].
     pub kinds: Vec<TextFigures>,
-    /// Beside the source's greedy answers.
-    pub answers: Answers,
-    /// Calls of tools and JSON; `None` for a model without a chat template.
+    /// Compared with the source's greedy answers; `None` if the source was run layer by layer, as it then writes none.
+    pub answers: Option<Answers>,
+    /// Calls of tools and JSON; `None` if the source has none.
     pub tasks: Option<TaskFigures>,
 }
 
@@ -152,9 +152,9 @@ pub struct SourceFigures {
     /// The largest of the KL divergences from itself, computed with other rounding, on the texts of [`KINDS`]: the floor
     /// of the measurement.
     pub floor: KldStats,
-    /// Its greedy answers.
+    /// Its greedy answers; none if it was run layer by layer.
     pub answers: Vec<GreedyAnswer>,
-    /// Its calls of tools and JSON; `None` without a chat template.
+    /// Its calls of tools and JSON; `None` without a chat template, and where it writes no answers.
     pub tasks: Option<TaskAnswers>,
 }
 

@@ -5,7 +5,7 @@ use super::numbers::{percent_change, plus_minus};
 use super::plots::{SizedFile, sizes};
 use super::{kld_cell, put};
 use crate::error::Result;
-use crate::rank::{FileFacts, RankedFile, Ranking, TaskFigures, TaskShares, TextFigures};
+use crate::rank::{Answers, FileFacts, RankedFile, Ranking, TaskFigures, TaskShares, TextFigures};
 use crate::report::KldStats;
 use crate::spread::QuantileErrors;
 use crate::stats;
@@ -50,8 +50,8 @@ fn megabytes(bytes: u64) -> String {
 }
 
 /// A share of a file's answers and its standard error.
-fn share(f: &RankedFile, share: f64) -> String {
-    let answers = f.figures.answers.source_tokens.len().max(1);
+fn share(answers: &Answers, share: f64) -> String {
+    let answers = answers.source_tokens.len().max(1);
     let se = (share * (1.0 - share) / answers as f64).sqrt();
     format!("{:.0} ± {:.0} %", 100.0 * share, 100.0 * se)
 }
@@ -110,17 +110,19 @@ pub fn ranking_tables(ranking: &Ranking) -> Vec<RankingTable> {
     parts.push(ranking, "activations", |f| f.figures.activations.clone());
 
     let mut answers = RankingTable::new(ranking, "Greedy answers that are the source's");
-    answers.push(ranking, "in 32 tokens", |f| {
-        share(f, f.figures.answers.same_32)
-    });
-    answers.push(ranking, "in 300 tokens", |f| {
-        share(f, f.figures.answers.same_300)
-    });
-    answers.push(ranking, "tokens until they part", |f| {
-        let a = &f.figures.answers;
-        let whole = stats::mean(a.source_tokens.iter().map(|&n| n as f64));
-        format!("{:.0} ± {:.0} of {whole:.0}", a.mean_equal, a.mean_equal_se)
-    });
+    let columns: [(&str, fn(&Answers) -> String); 3] = [
+        ("in 32 tokens", |a| share(a, a.same_32)),
+        ("in 300 tokens", |a| share(a, a.same_300)),
+        ("tokens until they part", |a| {
+            let whole = stats::mean(a.source_tokens.iter().map(|&n| n as f64));
+            format!("{:.0} ± {:.0} of {whole:.0}", a.mean_equal, a.mean_equal_se)
+        }),
+    ];
+    for (head, cell) in columns {
+        answers.push(ranking, head, |f| {
+            f.figures.answers.as_ref().map_or(String::new(), cell)
+        });
+    }
 
     let mut tasks = RankingTable::new(ranking, "Calls of tools and JSON");
     type Shares = fn(&TaskFigures) -> TaskShares;
@@ -159,10 +161,10 @@ pub fn ranking_tables(ranking: &Ranking) -> Vec<RankingTable> {
             against.map_or(String::new(), |c| plus_minus(c.kld, c.kld_se))
         });
     }
-    let mut all = vec![main, quantiles, parts, answers, kinds, depth];
-    if first.is_some_and(|f| f.tasks.is_some()) {
-        all.insert(4, tasks);
-    }
+    let mut all = vec![main, quantiles, parts];
+    all.extend(first.and_then(|f| f.answers.as_ref()).map(|_| answers));
+    all.extend(first.and_then(|f| f.tasks.as_ref()).map(|_| tasks));
+    all.extend([kinds, depth]);
     all
 }
 
@@ -192,6 +194,7 @@ pub fn frontier_line(ranking: &Ranking) -> String {
 
 /// What was measured, a sentence or two each.
 fn notes(ranking: &Ranking) -> Vec<String> {
+    let first = ranking.files.first().map(|f| &f.figures);
     let mut lines = vec![
         "KLD: KL(source || file), how far the file's probabilities of the next token are from the source's, in nats per \
          token. 99 %: 99 % of tokens have less. ±: one standard error."
@@ -202,15 +205,23 @@ fn notes(ranking: &Ranking) -> Vec<String> {
             kld_cell(ranking.floor.mean),
             kld_cell(ranking.floor.p99)
         ),
-        "Answers part at the first token that the file would not have chosen greedily; it reads the source's answer to \
-         the prompt up to there."
-            .to_owned(),
-        "Calls and JSON: the share of valid answers, of that of the source, and the share of answers that are the source's, \
-         without a grammar and held to the schema by one. Answers are cut after 160 tokens."
-            .to_owned(),
     ];
-    if let Some(first) = ranking.files.first() {
-        let r = &first.figures.text.report;
+    lines.push(match first.is_some_and(|f| f.answers.is_some()) {
+        true => {
+            "Answers part at the first token that the file would not have chosen greedily; it reads the source's answer to \
+             the prompt up to there."
+        }
+        false => "The source was run layer by layer over the texts, so that there are no answers of it to compare with.",
+    }.to_owned());
+    if first.is_some_and(|f| f.tasks.is_some()) {
+        lines.push(
+            "Calls and JSON: the share of valid answers, of that of the source, and the share of answers that are the \
+             source's, without a grammar and held to the schema by one. Answers are cut after 160 tokens."
+                .to_owned(),
+        );
+    }
+    if let Some(first) = first {
+        let r = &first.text.report;
         lines.push(format!(
             "Text: {}, {} windows of {} tokens, every token but the first of a window scored. KV cache {}. {}{}.",
             r.text,

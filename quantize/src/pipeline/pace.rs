@@ -1,13 +1,15 @@
 //! How long work takes on a device: seconds of a unit of each kind of work, until a run has shown its own pace.
 //!
-//! A CPU's follow from the speed of a product, measured for a moment, and from the cost of each kind of work beside it,
-//! estimated from runs of Qwen3-0.6B and the demo model on two cores (`2026-11-26-cpu-quantize.csv`). A GPU's are
+//! A CPU's follow from the speed of a product, measured for a moment, and from the cost of each other kind of work in such
+//! products, estimated from runs of Qwen3-0.6B and the demo model on two cores (`2026-11-26-cpu-quantize.csv`). The search
+//! of trellises, whose speed in products differs between CPUs, is measured itself. A GPU's are
 //! those of runs on an H200 (`2026-11-23-gpu-quantize.csv`, `2026-11-26-trellis-gptq-8b.csv`,
 //! `2026-11-26-gpu-gptq-27b.csv`), by the number of its multiprocessors.
 
 use crate::error::Result;
 use crate::memory;
-use nq_formats::trellis::Code;
+use crate::trellis::Trellis;
+use nq_formats::trellis::{Code, SEQUENCE};
 use nq_formats::{Checkpoint, TrellisScheme};
 use nq_kernels::Isa;
 use nq_kernels::matrix::{ProductTarget, Threads, View, multiply};
@@ -40,7 +42,7 @@ pub(super) struct StagePace {
     measured: f64,
     logit: f64,
     /// Rounding: a weight whose range is searched; each column that its error goes to; the best path of a weight in a
-    /// trellis that takes as long as [`PATH`].
+    /// trellis of 4 bits.
     fitted: f64,
     column: f64,
     path: f64,
@@ -61,7 +63,7 @@ pub(super) struct RoundingWork {
     pub(super) fitted: f64,
     /// Columns that errors go to, over all weights.
     pub(super) columns: f64,
-    /// Weights in trellises, in searches of [`PATH`].
+    /// Weights in trellises, in searches for the path of one of 4 bits.
     pub(super) paths: f64,
 }
 
@@ -82,11 +84,8 @@ const SENSITIVITY: f64 = 0.7;
 const GATHERED: f64 = 1.35;
 const RUN: f64 = 0.65;
 
-/// Multiplications in whose time two cores find the path of a weight in 4 bits by the code octagon.
-const PATH: f64 = 146_000.0 * 338.0 / 320.0;
-
-/// The time of a search for a weight's path, in times of [`PATH`], by code and bits: two cores that multiply 95 * 10^9
-/// numbers a second search 650,000 weights in 4 bits (`2026-11-26-trellis-encoding-cpu.csv`).
+/// The time of a search for a weight's path, in times of one in 4 bits by the code octagon, by code and bits
+/// (`2026-11-26-trellis-encoding-cpu.csv`).
 pub(super) fn paths(scheme: TrellisScheme) -> f64 {
     let thousands = match (scheme.code(), scheme.bits()) {
         (Code::Octagon, b) if b < 2.5 => 209.0,
@@ -104,18 +103,26 @@ pub(super) fn paths(scheme: TrellisScheme) -> f64 {
 const H200: f64 = 132.0;
 
 impl StagePace {
-    /// That of a GPU by its ordinal, or of the CPU.
+    /// That of a GPU by its ordinal, or of the CPU; with `trellises` of one that searches them.
     ///
     /// # Errors
     /// An absent GPU.
-    pub(super) fn new(gpu: Option<usize>, checkpoint: &Checkpoint) -> Result<Self> {
-        Ok(match gpu {
-            Some(gpu) => StagePace::of_gpu(gpu::multiprocessors(gpu)?, checkpoint),
-            None => StagePace::of_cpu(speed(), checkpoint),
+    pub(super) fn new(
+        gpu: Option<usize>,
+        checkpoint: &Checkpoint,
+        trellises: bool,
+    ) -> Result<Self> {
+        if let Some(gpu) = gpu {
+            return Ok(StagePace::of_gpu(gpu::multiprocessors(gpu)?, checkpoint));
+        }
+        let path = if trellises { path()? } else { 0.0 };
+        Ok(StagePace {
+            path,
+            ..StagePace::of_cpu(speed(), checkpoint)
         })
     }
 
-    /// The pace of a CPU whose products do `speed` multiplications per second.
+    /// The pace of a CPU whose products do `speed` multiplications per second, and that searches no trellises.
     fn of_cpu(speed: f64, checkpoint: &Checkpoint) -> Self {
         let bf16 = memory::dense_type(checkpoint) == DType::BF16;
         let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
@@ -138,7 +145,7 @@ impl StagePace {
             logit: 0.0,
             fitted: FITTED * one,
             column: COLUMN * one,
-            path: PATH * one,
+            path: 0.0,
         }
     }
 
@@ -199,12 +206,35 @@ impl StagePace {
 const SIDE: usize = 1024;
 const MOMENT: f64 = 0.2;
 
-/// Multiplications per second of a product of f32 on all threads, on average over a moment: other programs may take a
-/// part of the machine, as they will while the run takes place.
+/// Seconds of `work`, on average over a moment: other programs may take a part of the machine, as they will while the run
+/// takes place.
+fn seconds(mut work: impl FnMut()) -> f64 {
+    work(); // Threads start and pages are mapped.
+    let (begin, mut times) = (Instant::now(), 0);
+    while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
+        work();
+        times += 1;
+    }
+    begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times)
+}
+
+/// Seconds in which all threads find the path of a weight in 4 bits by the code octagon.
+fn path() -> Result<f64> {
+    let trellis = Trellis::new(TrellisScheme::of_bits(Code::Octagon, 4.0)?);
+    let sequences = 4 * rayon::current_num_threads();
+    let weights: Vec<f32> = (0..sequences * SEQUENCE)
+        .map(|i| (i as f32).sin())
+        .collect();
+    let mut words = vec![0; sequences * trellis.scheme().words()];
+    let search = || trellis.encode(&mut weights.clone(), &mut words);
+    Ok(seconds(search) / weights.len() as f64)
+}
+
+/// Multiplications per second of a product of f32 on all threads.
 fn speed() -> f64 {
     let (a, b) = (vec![1.0f32; SIDE * SIDE], vec![0.5f32; SIDE * SIDE]);
     let mut c = vec![0.0f32; SIDE * SIDE];
-    let mut product = || {
+    let product = || {
         multiply(
             ProductTarget::new(&mut c, SIDE),
             false,
@@ -214,11 +244,5 @@ fn speed() -> f64 {
             Threads::All,
         );
     };
-    product(); // Threads start and pages are mapped.
-    let (begin, mut products) = (Instant::now(), 0);
-    while products == 0 || begin.elapsed().as_secs_f64() < MOMENT {
-        product();
-        products += 1;
-    }
-    (products * SIDE * SIDE * SIDE) as f64 / begin.elapsed().as_secs_f64().max(1e-9)
+    SIDE.pow(3) as f64 / seconds(product)
 }

@@ -70,8 +70,13 @@ impl Job<'_> {
     /// # Errors
     /// An absent device.
     pub fn stages(&self) -> Result<Vec<PlannedStage>> {
-        let pace = StagePace::new(self.gpu()?, self.checkpoint)?;
+        let pace = self.pace()?;
         Ok(self.stages_at(&pace, self.is_streamed()?))
+    }
+
+    fn pace(&self) -> Result<StagePace> {
+        let trellises = self.options.schemes.have_trellis();
+        StagePace::new(self.gpu()?, self.checkpoint, trellises)
     }
 
     /// The same at a known pace; `streamed`: the source is run layer by layer where the result is measured.
@@ -162,7 +167,7 @@ impl Job<'_> {
     /// # Errors
     /// An absent device.
     pub(super) fn stages_after(&self, state: &State, finished: usize) -> Result<Vec<PlannedStage>> {
-        let pace = StagePace::new(self.gpu()?, self.checkpoint)?;
+        let pace = self.pace()?;
         Ok(self.stages_left(&pace, self.is_streamed()?, state, finished))
     }
 

@@ -25,9 +25,10 @@ use nq_evals::render::{self, DocumentForm, frontier_line, kld_cell, ranking_tabl
 use nq_evals::{Error, EvalSpec, KldStats, Record, RecordModel, ReferenceLogits};
 use nq_formats::hash::{combined_sha256, sha256_hex};
 use nq_formats::{Progress, nq};
-use nq_load::device::Device;
+use nq_load::{device::Device, stepper};
 use nq_model::ModelConfig;
-use nq_runtime::{ActivationChoice, Engine, LoadOptions, Message, SessionSpec};
+use nq_quantize::Streamed;
+use nq_runtime::{ActivationChoice, Engine, KvType, LoadOptions, Message, SessionSpec};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -57,6 +58,9 @@ pub(crate) struct RankArgs {
     /// Most that is kept on disk from this and earlier runs, which is mostly sources' log-probabilities
     #[arg(long, value_name = "SIZE", default_value = "12GB", value_parser = parse_size)]
     pub keep: u64,
+    /// Run the source layer by layer, as is done on a CPU where it does not fit the memory: answers are then left out
+    #[arg(long)]
+    pub layer_by_layer: bool,
     /// Write a report as self-contained .html
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -76,6 +80,9 @@ pub(crate) enum SortArg {
 
 /// Most windows that can be asked for: the tokens of as many are kept in memory.
 const MOST_WINDOWS: usize = 4096;
+
+/// Rows that a GPU passes through a layer at once, where the source is run layer by layer.
+const STREAMED_ROWS: usize = 4096;
 
 /// Bytes of text read for a window: more than its tokens have.
 const WINDOW_BYTES: usize = 16 << 10;
@@ -155,15 +162,22 @@ impl Opened {
         Ok(())
     }
 
+    /// Fails if it does not fit the memory of a CPU; how much a GPU has left is found out by loading.
+    fn check_memory(&self) -> anyhow::Result<()> {
+        if Device::choose(self.options.device)? != Device::Cpu {
+            return Ok(());
+        }
+        let checkpoint = &self.model.checkpoint;
+        let memory = at_load::memory(checkpoint, None, &SessionSpec::of_one(1, 1))?;
+        let how = "files are ranked one after the other, each as a whole";
+        system::check_memory(memory.peak, how).with_context(|| self.facts.source.clone())
+    }
+
     fn load(&self, terminal: &Terminal) -> anyhow::Result<Arc<dyn Engine>> {
         let checkpoint = &self.model.checkpoint;
         nq::verify_values(checkpoint)?;
         model::note_growth(checkpoint, terminal);
-        if Device::choose(self.options.device)? == Device::Cpu {
-            let memory = at_load::memory(checkpoint, None, &SessionSpec::of_one(1, 1))?;
-            let how = "models are ranked one after the other, each as a whole";
-            system::check_memory(memory.peak, how).with_context(|| self.facts.source.clone())?;
-        }
+        self.check_memory()?;
         nq_load::load(self.config(), checkpoint.store(), &self.options, terminal)
             .with_context(|| self.facts.source.clone())
     }
@@ -190,6 +204,13 @@ impl RankText {
             tokens,
             text,
         })
+    }
+
+    /// The windows in which it is read.
+    fn windows(&self) -> anyhow::Result<impl Iterator<Item = Vec<u32>>> {
+        let windows = self.spec.windows(self.tokens.len())?;
+        let all = self.tokens.chunks_exact(self.spec.ctx).take(windows);
+        Ok(all.map(<[u32]>::to_vec))
     }
 
     /// What the source's log-probabilities depend on.
@@ -232,7 +253,15 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
         activations: ActivationChoice::F32,
         ..global.load_options()
     };
-    let source = open(&args.source, exact)?;
+    let mut source = open(&args.source, exact)?;
+    let layer_by_layer = args.layer_by_layer || source.check_memory().is_err();
+    if layer_by_layer {
+        source.key += "\nlayer by layer";
+        terminal.note(&format!(
+            "{} is run layer by layer: its answers, calls and JSON are left out",
+            source.facts.source
+        ));
+    }
     let texts = read_texts(args, global, &source, &terminal)?;
     let mut files = Vec::new();
     for name in &names {
@@ -244,6 +273,7 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
     let bench = Workbench {
         kept: RankCache::open(cache_dir()?.join("rank"), args.keep)?,
         source,
+        layer_by_layer,
         texts,
         terminal,
     };
@@ -291,6 +321,8 @@ fn tell_apart(files: &mut [Opened]) {
 struct Workbench {
     kept: RankCache,
     source: Opened,
+    /// Whether the source is run layer by layer.
+    layer_by_layer: bool,
     texts: Vec<RankText>,
     terminal: Terminal,
 }
@@ -372,9 +404,32 @@ impl Workbench {
         engine: &'e mut Option<Arc<dyn Engine>>,
     ) -> anyhow::Result<&'e dyn Engine> {
         if engine.is_none() {
-            *engine = Some(self.source.load(&self.terminal)?);
+            *engine = Some(match self.layer_by_layer {
+                true => self.streamed(&self.texts, KvType::F16)?,
+                false => self.source.load(&self.terminal)?,
+            });
         }
         engine.as_deref().context("the source was loaded")
+    }
+
+    /// The source run layer by layer over texts.
+    fn streamed(&self, texts: &[RankText], kv: KvType) -> anyhow::Result<Arc<dyn Engine>> {
+        let checkpoint = &self.source.model.checkpoint;
+        let mut windows = Vec::new();
+        for text in texts {
+            windows.extend(text.windows()?);
+        }
+        nq::verify_values(checkpoint)?;
+        let stepper = stepper(
+            self.source.config(),
+            &self.source.options,
+            kv,
+            STREAMED_ROWS,
+        )?;
+        let streamed = Streamed::new(stepper, checkpoint.store(), &windows, &self.terminal);
+        Ok(Arc::new(
+            streamed.with_context(|| self.source.facts.source.clone())?,
+        ))
     }
 
     fn logits(
@@ -406,8 +461,12 @@ impl Workbench {
         Ok(open()?)
     }
 
-    /// Tokens of the protocol's prompts: as chats, or as they are for a model without a chat template.
+    /// Tokens of the protocol's prompts: as chats, or as they are for a model without a chat template. None for a source
+    /// that is run layer by layer: each token of an answer would read all of it.
     fn prompts(&self) -> anyhow::Result<Vec<Vec<u32>>> {
+        if self.layer_by_layer {
+            return Ok(Vec::new());
+        }
         let most = self.source.config().max_position_embeddings;
         let text = &self.source.text;
         let tokens = |prompt: &str| {
@@ -428,9 +487,15 @@ impl Workbench {
         prompts: &[Vec<u32>],
     ) -> anyhow::Result<SourceFigures> {
         let mut floor = KldStats::default();
+        // Layer by layer, keys and values are those of the run.
+        let exact = match self.layer_by_layer {
+            true => Some(self.streamed(&self.texts[1..], KvType::F32)?),
+            false => None,
+        };
+        let otherwise = exact.as_deref().unwrap_or(engine);
         // The short texts tell it as well as the long one.
         for logits in &logits[1..] {
-            let found = logits.floor(engine, &self.terminal)?;
+            let found = logits.floor(otherwise, &self.terminal)?;
             if found.mean > floor.mean {
                 floor = found;
             }
@@ -438,8 +503,14 @@ impl Workbench {
         Ok(SourceFigures {
             engine: engine.description().to_string(),
             floor,
-            answers: greedy_answers(engine, prompts, self.source.text.stop(), &self.terminal)?,
-            tasks: self.tasks(engine)?,
+            answers: match self.layer_by_layer {
+                true => Vec::new(),
+                false => greedy_answers(engine, prompts, self.source.text.stop(), &self.terminal)?,
+            },
+            tasks: match self.layer_by_layer {
+                true => None,
+                false => self.tasks(engine)?,
+            },
         })
     }
 
@@ -463,7 +534,13 @@ impl Workbench {
             activations: engine.description().activations.clone(),
             text: compare(text)?,
             kinds: kinds.iter().map(compare).collect::<anyhow::Result<_>>()?,
-            answers: Answers::new(answers, equal_tokens(engine, answers, &self.terminal)?),
+            answers: match answers.is_empty() {
+                true => None,
+                false => Some(Answers::new(
+                    answers,
+                    equal_tokens(engine, answers, &self.terminal)?,
+                )),
+            },
             tasks: match &recorded.figures.tasks {
                 Some(source) => (self.tasks(engine)?).map(|found| TaskFigures::new(&found, source)),
                 None => None,
