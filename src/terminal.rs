@@ -538,8 +538,8 @@ mod tests {
         assert_eq!(plan.step().as_deref(), Some("step 1 of 3"));
         assert_eq!(plan.left(done(0.5, 50.0)), Some(300.0));
         // Half as fast as estimated, which says more of this stage than of the others.
-        let others = 250.0 * (100.0 + 87.5) / (50.0 + 87.5);
-        assert_eq!(plan.left(done(0.5, 100.0)), Some(100.0 + others));
+        let slower = (100.0 + 87.5) / (50.0 + 87.5);
+        assert_eq!(plan.left(done(0.5, 100.0)), Some(100.0 + slower * 250.0));
         plan.end(done(1.0, 200.0));
         plan.begin("loading weights");
         assert_eq!(plan.left(done(0.5, 1.0)), None);
