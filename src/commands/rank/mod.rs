@@ -254,7 +254,11 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
         ..global.load_options()
     };
     let mut source = open(&args.source, exact)?;
-    let layer_by_layer = args.layer_by_layer || source.check_memory().is_err();
+    let too_large = source.check_memory().err();
+    let layer_by_layer = args.layer_by_layer || too_large.is_some();
+    if let Some(why) = too_large.filter(|_| !args.layer_by_layer) {
+        terminal.note(&format!("{why:#}"));
+    }
     if layer_by_layer {
         source.key += "\nlayer by layer";
         terminal.note(&format!(
