@@ -101,7 +101,7 @@ class Files:
     def all(self):
         made = [self.quantized(name) for name in self.args.only]
         made += [self.floats(kind) for kind in FLOATS if self.args.floats]
-        return made + [self.typed(kind) for kind in self.args.types if self.args.llama] + self.args.more
+        return made + self.args.more + [self.typed(kind) for kind in self.args.types if self.args.llama]
 
 
 def rank(args, made):
