@@ -81,6 +81,7 @@ CLAIMS = [
     ("docs/cards.md", "a divergence\nbelow 0.03", "src/fit.rs: FAIR: f64 = 0.03", None),
     ("docs/comparing.md", "mean, median, 99 % and 99.9 % with their standard errors", "evals/tests/protocols.rs: comparison_is_the_definition", None),
     ("docs/comparing.md", "rounded to 16 bits, which shifts a mean divergence by less than 0.000001", "evals/src/reference.rs: F16", None),
+    ("docs/comparing.md", "is run layer by layer", "tests/rank.rs: a_source_run_layer_by_layer_is_the_source", None),
     ("docs/comparing.md", "16 windows of a model with 150,000 tokens take 5 GB", "evals/src/rank/mod.rs: pub const WINDOWS: usize = 16", None),
     ("docs/comparing.md", "its 99 % quantile", "evals/tests/protocols.rs: comparison_is_the_definition", None),
     ("docs/developing.md", "about 69 MB larger than its base", "benches/records/2026-11-23-build-time.csv", None),
