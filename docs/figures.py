@@ -477,20 +477,11 @@ def json_fit():
 
 
 def ranked():
-    return ranking("2026-11-29-rank-demo.csv", 4)
-
-
-def ranked_hybrid():
-    return ranking("2026-11-29-rank-hybrid.csv", 5)
-
-
-def ranking(file, digits):
-    """Files as benches/rank.py has measured them, in the order of their sizes."""
     lines = []
-    for r in rows(file):
+    for r in rows("2026-11-29-rank-demo.csv"):
         lines.append([
             ("* " if r["frontier"] == "1" else "") + f"`{r['file']}`", r["format"], f"{int(r['bytes']) / 1e6:.2f} MB",
-            f"{float(r['kld']):.{digits}f} ± {float(r['kld_se']):.{digits}f}", percent(r["same_top1"]),
+            f"{float(r['kld']):.4f} ± {float(r['kld_se']):.4f}", percent(r["same_top1"]),
             percent(r["same_32"], 0),
         ])
     return table(["file", "format", "size", "KLD", "same best token", "answers"], lines)
