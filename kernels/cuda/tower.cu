@@ -8,18 +8,12 @@
 //   tower_gelu        half[i] = gelu(x[i] + bias)
 //
 // Patches stand in squares of merge x merge, row by row, and within a square row by row. All widths are multiples of 4.
-#include "exchange.cuh"
+#include "tower.cuh"
 
 // Where a patch of an image of so many columns stands.
 DEVICE int2 patch_place(int patch, int columns, int merge) {
     const int square = patch / (merge * merge), within = patch % (merge * merge);
     return make_int2(square / (columns / merge) * merge + within / merge, square % (columns / merge) * merge + within % merge);
-}
-
-// Values k .. k + 3 of a row in operand order; k is a multiple of 4.
-DEVICE void store_four(__half* row, int k, float4 v) {
-    *reinterpret_cast<__half2*>(row + operand_index(k)) = __float22half2_rn(make_float2(clamp_half(v.x), clamp_half(v.y)));
-    *reinterpret_cast<__half2*>(row + operand_index(k + 2)) = __float22half2_rn(make_float2(clamp_half(v.z), clamp_half(v.w)));
 }
 
 // Grid (m).
@@ -100,7 +94,8 @@ extern "C" __global__ __launch_bounds__(128) void tower_norm(const __grid_consta
     for (int k = first + p.width + lane * 4; k < p.padded; k += 128) store_four(to, k, make_float4(0.f, 0.f, 0.f, 0.f));
 }
 
-// Grid (patches). Rows and dims past those of patches and heads are zero.
+// Grid (patches / 64, 3 heads): a block makes 64 patches of a head of queries, keys or values, which stand together. Rows and dims
+// past those of patches and heads are zero.
 struct TowerHeadsArgs {
     const float* qkv;      // [m][3][heads][dim]
     const float* bias;     // [3][heads][dim]
@@ -113,31 +108,45 @@ struct TowerHeadsArgs {
     int wide;
     int columns;
     int merge;
+    int matrices;          // dims of values in core matrices (`tower_wgmma.cu`), or 0
     float scale;
 };
 
 extern "C" __global__ __launch_bounds__(256) void tower_heads(const __grid_constant__ TowerHeadsArgs p) {
-    const int row = blockIdx.x, pairs = p.wide / 2, half = p.dim / 2, quarter = p.dim / 4;
-    const int2 place = patch_place(row, p.columns, p.merge);
-    for (int i = threadIdx.x; i < 3 * p.heads * pairs; i += 256) {
-        const int head = i / pairs, j = i % pairs;   // of all three kinds
-        __half* const to = p.out + (size_t(head) * p.patches + row) * p.wide;
-        if (row >= p.m || j >= half) {
-            *reinterpret_cast<__half2*>(to + 2 * j) = __float22half2_rn(make_float2(0.f, 0.f));
-            continue;
+    float (*const values)[TOWER_DIM + 1] = reinterpret_cast<float (*)[TOWER_DIM + 1]>(dynamic_shared());
+    int2* const places = reinterpret_cast<int2*>(values + TOWER_KEYS);
+    const int row0 = blockIdx.x * TOWER_KEYS, head = blockIdx.y, kind = head / p.heads, half = p.dim / 2, quarter = p.dim / 4;
+    if (threadIdx.x < TOWER_KEYS) places[threadIdx.x] = patch_place(row0 + threadIdx.x, p.columns, p.merge);
+    __syncthreads();
+    // A thread has a dim of each half of a head, of every so many patches.
+    const int j = threadIdx.x % half, step = 256 / half;
+    const float scale = kind == 0 ? p.scale : 1.f, first = p.bias[head * p.dim + j], second = p.bias[head * p.dim + half + j];
+    for (int row = threadIdx.x / half; row < TOWER_KEYS && int(threadIdx.x) < step * half; row += step) {
+        float x = 0.f, y = 0.f;
+        if (row0 + row < p.m) {
+            const float* const from = p.qkv + (size_t(row0 + row) * 3 * p.heads + head) * p.dim + j;
+            const float a = from[0] + first, b = from[half] + second;
+            float2 turn = make_float2(1.f, 0.f);
+            if (kind < 2) turn = p.turns[(j < quarter ? places[row].x : places[row].y - 1) * quarter + j];
+            x = clamp_half((a * turn.x - b * turn.y) * scale), y = clamp_half((b * turn.x + a * turn.y) * scale);
         }
-        const float* const from = p.qkv + size_t(row) * 3 * p.heads * p.dim + head * p.dim;
-        const float* const bias = p.bias + head * p.dim;
-        if (head >= 2 * p.heads) {
-            const float2 v = *reinterpret_cast<const float2*>(from + 2 * j), b = *reinterpret_cast<const float2*>(bias + 2 * j);
-            *reinterpret_cast<__half2*>(to + 2 * j) = __float22half2_rn(make_float2(clamp_half(v.x + b.x), clamp_half(v.y + b.y)));
-            continue;
+        values[row][j] = x, values[row][half + j] = y;
+    }
+    __syncthreads();
+    const int dims = kind == 2 && p.matrices ? p.matrices : p.wide;
+    uint4* const out = reinterpret_cast<uint4*>(p.out + size_t(head) * p.patches * p.wide + size_t(row0) * dims);
+    for (int i = threadIdx.x; i < TOWER_KEYS * dims / 8; i += 256) {
+        // Eight dims of a patch; of values in matrices, eight patches of a dim.
+        int row = i / (dims / 8), d = i % (dims / 8) * 8, down = 0, right = 1;
+        if (p.matrices && kind == 1) row = i % TOWER_KEYS, d = i / TOWER_KEYS * 8;
+        if (p.matrices && kind == 2) row = i / dims * 8, d = i % dims, down = 1, right = 0;
+        uint32_t made[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            auto value = [&](int n) { return d + n * right < p.dim ? values[row + n * down][d + n * right] : 0.f; };
+            made[k] = half2_bits(__float22half2_rn(make_float2(value(2 * k), value(2 * k + 1))));
         }
-        const float a = from[j] + bias[j], b = from[half + j] + bias[half + j];
-        const float2 turn = p.turns[(j < quarter ? place.x : place.y) * quarter + j % quarter];
-        const float scale = head < p.heads ? p.scale : 1.f;
-        to[j] = __float2half(clamp_half((a * turn.x - b * turn.y) * scale));
-        to[half + j] = __float2half(clamp_half((b * turn.x + a * turn.y) * scale));
+        out[i] = make_uint4(made[0], made[1], made[2], made[3]);
     }
 }
 
@@ -178,20 +187,7 @@ extern "C" __global__ __launch_bounds__(256) void tower_gelu(const __grid_consta
     else gelu_row<false>(p);
 }
 
-// Grid (m / 128, heads). A warp takes 32 queries of a head. Keys and values are those of `tower_heads`, of queries the
-// scores are logarithms to base 2. Bytes: 4 `wide` for a key and value, for every 128 queries of a head.
-struct TowerAttentionArgs {
-    const __half* heads;   // [3][heads][patches][wide]
-    __half* out;           // [m][padded]
-    int m;
-    int patches;           // a multiple of 64
-    int count;             // of heads
-    int dim;
-    int padded;
-};
-
-constexpr int TOWER_QUERIES = 128, TOWER_KEYS = 64;
-
+// Grid (queries / 128, heads). A warp takes 32 queries of a head.
 // DIM: of a head with its padding; of these, values have DIMS.
 template <int DIM, int DIMS>
 struct TowerAttention {
@@ -207,7 +203,7 @@ struct TowerAttention {
     float top[2][2], total[2][2] = {};   // of rows g and g + 8
 
     DEVICE explicit TowerAttention(const TowerAttentionArgs& p)
-        : p(p), shared(dynamic_shared()), warp(threadIdx.x / 32), lane(threadIdx.x % 32), head(blockIdx.y), query0(blockIdx.x * TOWER_QUERIES + warp * 32) {
+        : p(p), shared(dynamic_shared()), warp(threadIdx.x / 32), lane(threadIdx.x % 32), head(blockIdx.y), query0(p.first + blockIdx.x * TOWER_QUERIES + warp * 32) {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {

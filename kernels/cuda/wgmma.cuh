@@ -95,6 +95,20 @@ struct Wgmma<64> {
 };
 
 template <>
+struct Wgmma<72> {
+    static DEVICE void multiply(float (&d)[36], const uint32_t (&a)[4], uint64_t b) {
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n72k16.f32.f16.f16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35"
+            "}, {%36, %37, %38, %39}, %40, 1, 1, 1, 0;"
+            : D8(0), D8(8), D8(16), D8(24), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }
+};
+
+template <>
 struct Wgmma<128> {
     static DEVICE void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
         asm volatile(

@@ -1,15 +1,17 @@
 //! Kernels of a tower over the patches of one image (`cuda/tower.cu`): what it has beside products.
 
-use super::driver::{Buffer, LaunchShape, Stream};
+use super::driver::{Buffer, LaunchShape, Stream, Version};
 use super::kernel::kernels;
 use super::pack::SPAN;
 use crate::cuda::tower::{
-    TOWER_KEYS, TOWER_QUERIES, TowerAttentionArgs, TowerGeluArgs, TowerHeadsArgs, TowerNormArgs,
-    TowerPositionsArgs,
+    TOWER_DIM, TOWER_KEYS, TOWER_QUERIES, TowerAttentionArgs, TowerGeluArgs, TowerHeadsArgs,
+    TowerNormArgs, TowerPositionsArgs,
 };
+use crate::cuda::tower_wgmma::TOWER_STAGES;
 use nq_kernels::Result;
 use nq_model::vision::Grid;
 use std::f32::consts::LOG2_E;
+use std::ops::Range;
 
 const TEST: &str = "kernels/cuda/tests/cuda/tower.rs::towers";
 
@@ -20,6 +22,8 @@ kernels! {
     GELU: TowerGeluArgs = "tower_gelu" in "tower.cu", test TEST, bench "tower";
     ATTENTION: TowerAttentionArgs = "tower_attention" in "tower.cu", test TEST, bench "tower",
         instances &["tower_attention_64", "tower_attention_80"];
+    WARPGROUPS: TowerAttentionArgs = "tower_warpgroups" in "tower_wgmma.cu", test TEST, bench "tower",
+        instances &["tower_warpgroups_64", "tower_warpgroups_80"];
 }
 
 /// The patches of an image, in squares of `merge` by `merge`.
@@ -41,12 +45,12 @@ pub struct ImageHeads {
 }
 
 impl ImageHeads {
-    /// The instance of [`ATTENTION`] that serves these heads, and their width with padding.
-    fn instance(self) -> Option<(usize, usize)> {
+    /// The instance of kernels of attention that serves these heads, and the widths of keys and of values with padding.
+    fn instance(self) -> Option<(usize, [usize; 2])> {
         let served = self.dim.is_multiple_of(4) && self.dim > 0;
         match self.dim {
-            ..=64 if served => Some((0, 64)),
-            ..=72 if served => Some((1, 80)),
+            ..=64 if served => Some((0, [64, 64])),
+            ..=72 if served => Some((1, [80, 72])),
             _ => None,
         }
     }
@@ -58,7 +62,7 @@ impl ImageHeads {
 
     /// Values of queries, keys and values of `m` patches.
     pub fn values(self, m: usize) -> usize {
-        let wide = self.instance().map_or(0, |(_, wide)| wide);
+        let wide = self.instance().map_or(0, |(_, [wide, _])| wide);
         3 * self.count * m.next_multiple_of(TOWER_KEYS) * wide
     }
 }
@@ -74,6 +78,13 @@ pub struct LayerNorm<'a> {
 }
 
 impl Stream {
+    /// True if attention is by products of warpgroups, which read keys and values in another order.
+    fn has_warpgroups(&self, instance: usize) -> bool {
+        let gpu = self.gpu();
+        gpu.info().capability == Version::new(9, 0)
+            && gpu.has_kernel(&WARPGROUPS.instance(instance))
+    }
+
     /// Adds to rows `x` `[patches, width]` a `bias` `[width]` and their positions, interpolated between those of `table`
     /// `[side side, width]`.
     ///
@@ -165,7 +176,7 @@ impl Stream {
         image: ImageGrid,
     ) -> Result<()> {
         let (o, ImageHeads { count, dim }) = (self.operands("tower_heads"), heads);
-        let Some((_, wide)) = heads.instance() else {
+        let Some((instance, [wide, of_values])) = heads.instance() else {
             return o.refuse("width of a head", "a multiple of 4 up to 72", dim);
         };
         let (grid, m) = (image.grid, image.grid.patches());
@@ -182,15 +193,19 @@ impl Stream {
             wide: wide as i32,
             columns: grid.w as i32,
             merge: image.merge as i32,
+            matrices: i32::from(self.has_warpgroups(instance)) * of_values as i32,
             scale: LOG2_E / (dim as f32).sqrt(),
+            padding: [0; 1],
         };
-        let shape = LaunchShape::new([patches, 1, 1], 256);
+        // `values` and `places`.
+        let shape = LaunchShape::new([patches / TOWER_KEYS, 3 * count, 1], 256)
+            .shared(TOWER_KEYS * (4 * (TOWER_DIM + 1) + 8));
         // SAFETY: the operands were checked.
         unsafe { self.launch(&HEADS, shape, &args) }
     }
 
-    /// `out` `[m, heads dim padded to 256]`, in FP16 and operand order: attention of all patches to all, by the `values` that
-    /// [`Stream::tower_heads`] makes.
+    /// `out` `[m, heads dim padded to 256]`, in FP16 and operand order: attention of the patches `queries` to all `m`, by the
+    /// `values` that [`Stream::tower_heads`] makes.
     ///
     /// # Errors
     /// As of [`Stream::tower_positions`].
@@ -200,12 +215,19 @@ impl Stream {
         out: &mut Buffer<u16>,
         heads: ImageHeads,
         m: usize,
+        queries: Range<usize>,
     ) -> Result<()> {
         let (o, ImageHeads { count, dim }) = (self.operands("tower_attention"), heads);
-        let Some((instance, wide)) = heads.instance() else {
+        let Some((instance, [wide, of_values])) = heads.instance() else {
             return o.refuse("width of a head", "a multiple of 4 up to 72", dim);
         };
-        o.at_least("patches", 1, m)?;
+        if queries.is_empty() || queries.end > m {
+            return o.refuse(
+                "queries",
+                format!("some of {m} patches"),
+                format!("{queries:?}"),
+            );
+        }
         let patches = m.next_multiple_of(TOWER_KEYS);
         let padded = (count * dim).next_multiple_of(SPAN);
         let args = TowerAttentionArgs {
@@ -216,13 +238,21 @@ impl Stream {
             count: count as i32,
             dim: dim as i32,
             padded: padded as i32,
-            padding: [0; 1],
+            first: queries.start as i32,
         };
-        // `TowerAttention`: two tiles of keys and two of values, whose rows are 16 bytes apart.
-        let shape = LaunchShape::new([m.div_ceil(TOWER_QUERIES), count, 1], 128)
-            .shared(4 * TOWER_KEYS * (2 * wide + 16));
+        let (kernel, threads, shared) = match self.has_warpgroups(instance) {
+            // A ring of tiles, and two barriers each.
+            true => {
+                let stage = TOWER_KEYS * 2 * (wide + of_values) + 16;
+                (&WARPGROUPS, 2 * TOWER_QUERIES, TOWER_STAGES * stage)
+            }
+            // Two tiles of keys and two of values, whose rows are 16 bytes apart.
+            false => (&ATTENTION, TOWER_QUERIES, 4 * TOWER_KEYS * (2 * wide + 16)),
+        };
+        let grid = [queries.len().div_ceil(TOWER_QUERIES), count, 1];
+        let shape = LaunchShape::new(grid, threads).shared(shared);
         // SAFETY: the operands were checked.
-        unsafe { self.launch(ATTENTION.instance(instance), shape, &args) }
+        unsafe { self.launch(kernel.instance(instance), shape, &args) }
     }
 
     /// `half` `[m, width padded to 256]`, in FP16 and operand order: GELU of rows `x` `[m, width]` with `bias` `[width]`, by

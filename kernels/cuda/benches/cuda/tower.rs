@@ -46,7 +46,7 @@ pub(crate) fn tower(t: &mut Timing) -> Result<()> {
             |_| (t.stream).tower_heads(&qkv, &biases, &turns, &mut values, heads, image),
         )?;
         t.alone(&name("tower_attention"), 8 * m * 1280, |_| {
-            t.stream.tower_attention(&values, &mut half, heads, m)
+            (t.stream).tower_attention(&values, &mut half, heads, m, 0..m)
         })?;
         t.alone(&name("tower_gelu"), 6 * m * intermediate, |_| {
             t.stream.tower_gelu(&mlp, &wide, &mut half, m, false)

@@ -33,6 +33,11 @@ impl<T: Pod> Staging<T> {
         self.turns += 1;
         &mut self.buffers[self.turns % 2]
     }
+
+    /// The buffer of the turn before.
+    fn other(&self) -> &Pinned<T> {
+        &self.buffers[(self.turns + 1) % 2]
+    }
 }
 
 impl Stream {
@@ -56,5 +61,32 @@ impl Stream {
         let from = from.turn();
         from.values_mut()?[..values.len()].copy_from_slice(values);
         self.write(to, at, from, 0..values.len())
+    }
+
+    /// Calls `take` with the first `len` values of `from`, part by part in order, each with its index, while the part behind
+    /// it is copied. Waits for the stream's other work.
+    ///
+    /// # Errors
+    /// As of [`Stream::write_staged`].
+    pub(crate) fn read_staged<T: Pod>(
+        &self,
+        from: &Buffer<T>,
+        len: usize,
+        staging: &mut Staging<T>,
+        mut take: impl FnMut(usize, &[T]),
+    ) -> Result<()> {
+        let step = staging.len();
+        let part = |at: usize| step.min(len - at);
+        for at in (0..len + step).step_by(step) {
+            if at < len {
+                self.read(from, at, staging.turn(), 0..part(at))?;
+            } else {
+                staging.turn();
+            }
+            if let Some(before) = at.checked_sub(step).filter(|before| *before < len) {
+                take(before, &staging.other().values()?[..part(before)]);
+            }
+        }
+        Ok(())
     }
 }

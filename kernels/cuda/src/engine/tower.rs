@@ -2,6 +2,7 @@
 
 use super::session::buffers::padded;
 use super::session::step::steps_queued;
+use crate::driver::Staging;
 use crate::{
     Buffer, DeviceLinear, GemmOutput, Gpu, GpuInfo, ImageGrid, ImageHeads, LayerNorm, Mark,
     PackedKind, Stack, Stream, StreamOptions, Uploader, operand_index,
@@ -22,6 +23,12 @@ use std::time::Instant;
 
 /// Epsilon of every LayerNorm of a tower.
 const EPS: f32 = 1e-6;
+
+/// Values that are copied at a time.
+const STAGED: usize = 2 << 20;
+
+/// Queries of an image's attention at a time: of more patches, the blocks of a layer take long enough to hold up others.
+const QUERIES: usize = 4096;
 
 /// Base of the frequencies by which heads turn.
 const THETA: f64 = 10_000.0;
@@ -48,11 +55,13 @@ fn heads(c: &VisionConfig) -> ImageHeads {
 
 /// Buffers that an image goes through.
 struct TowerRows {
-    x: Buffer<f32>,          // [patches, hidden], the stream
+    x: Buffer<f32>,               // [patches, hidden], the stream
     wide: Buffer<f32>, // [patches, 3 hidden or intermediate], what products of a block or a merger make
     half: Buffer<u16>, // [patches, patch values or hidden] in operand order; of a merger [tokens, merged hidden]
     beside: Buffer<u16>, // heads; [patches, intermediate] in operand order; of a merger [tokens, merged hidden]
     turns: Buffer<[f32; 2]>, // [rows or columns, head_dim / 4]
+    pixels: Option<Staging<u16>>, // on the host, what patches and rows go through
+    made: Option<Staging<f32>>,
 }
 
 impl TowerRows {
@@ -72,6 +81,8 @@ impl TowerRows {
             )?,
             beside: gpu.zeros("an image", operands.max(heads(c).values(n)))?,
             turns: gpu.zeros("an image", n * c.head_dim() / 4)?,
+            pixels: None,
+            made: None,
         })
     }
 }
@@ -202,6 +213,7 @@ impl CudaTower {
             wide,
             half,
             beside,
+            made: staging,
             ..
         } = rows;
         // A norm of one patch, or of those that become one row.
@@ -212,20 +224,30 @@ impl CudaTower {
         stream.gemm(&merger.up.linear, half, GemmOutput::Store(wide), tokens)?;
         stream.tower_gelu(wide, &merger.up.bias, beside, tokens, true)?;
         stream.gemm(&merger.down.linear, beside, GemmOutput::Store(wide), tokens)?;
-        let mut bias = vec![0.0; c.out_hidden_size];
+        let width = c.out_hidden_size;
+        let mut bias = vec![0.0; width];
         merger.down.bias.read(0, &mut bias)?;
-        let mut made = vec![0.0; tokens * c.out_hidden_size];
-        stream.synchronize()?;
-        wide.read(0, &mut made)?;
-        made.par_chunks_exact_mut(bias.len())
-            .for_each(|row| row.iter_mut().zip(&bias).for_each(|(y, b)| *y += b));
+        let staging = match staging {
+            Some(staging) => staging,
+            none => none.insert(Staging::new(stream.gpu(), (STAGED / width).max(1) * width)?),
+        };
+        // The pages of new memory come when they are first written to, which takes long: all threads write.
+        let mut made = vec![0.0; tokens * width];
+        stream.read_staged(wide, tokens * width, staging, |at, rows| {
+            let both = (made[at..].par_chunks_exact_mut(width)).zip(rows.par_chunks_exact(width));
+            both.for_each(|(to, row)| {
+                for ((y, x), b) in to.iter_mut().zip(row).zip(&bias) {
+                    *y = x + b;
+                }
+            });
+        })?;
         Ok(made)
     }
 
-    /// Waits for all blocks but the latest. If steps of sequences were queued meanwhile, the tower leaves the GPU to them
-    /// for as long as its own blocks took.
+    /// Waits for all pieces of an image's work but the latest. If steps of sequences were queued meanwhile, the tower leaves
+    /// the GPU to them for as long as its own pieces took.
     fn give_way(&self, pace: &mut Pace) -> Result<()> {
-        if let Some(before) = pace.block.replace(self.stream.mark()?) {
+        if let Some(before) = pace.piece.replace(self.stream.mark()?) {
             before.wait()?;
         }
         if steps_queued() != pace.steps {
@@ -238,9 +260,9 @@ impl CudaTower {
     }
 }
 
-/// How far the blocks of an image are.
+/// How far the work of an image is: pieces, which are blocks or parts of them.
 struct Pace {
-    block: Option<Mark>,
+    piece: Option<Mark>,
     steps: usize,
     since: Instant,
 }
@@ -253,19 +275,17 @@ fn layer_norm(norm: &LayerNormParts<Buffer<f32>>) -> LayerNorm<'_> {
     }
 }
 
-/// Rows `[.., width]` in FP16 and operand order, zero past their values.
-fn operands(rows: &[f32], width: usize) -> Vec<u16> {
-    let across = padded(width);
-    let mut all = vec![0; rows.len() / width * across];
-    let both = all
-        .par_chunks_exact_mut(across)
+/// Makes `to` rows `[.., width]` in FP16 and operand order, zero past their values.
+fn operands(rows: &[f32], width: usize, to: &mut [u16]) {
+    let both = to
+        .par_chunks_exact_mut(padded(width))
         .zip(rows.par_chunks_exact(width));
     both.for_each(|(to, row)| {
+        to.fill(0);
         for (k, v) in row.iter().enumerate() {
             to[operand_index(k)] = f16::from_f32(*v).to_bits();
         }
     });
-    all
 }
 
 /// Cosines and sines `[positions, head_dim / 4]`.
@@ -304,13 +324,23 @@ impl Tower for CudaTower {
         let rows = &mut *rows;
         let (heads, merge) = (heads(c), c.spatial_merge_size);
         let image = ImageGrid { grid, merge };
-        (rows.half).write(0, &operands(&patches.rows, c.patch_values()))?;
+        let (width, across) = (c.patch_values(), padded(c.patch_values()));
+        let at_once = (STAGED / across).max(1);
+        let staging = match &mut rows.pixels {
+            Some(staging) => staging,
+            none => none.insert(Staging::new(stream.gpu(), at_once * across)?),
+        };
+        for (i, part) in patches.rows.chunks(at_once * width).enumerate() {
+            let (from, n) = (staging.turn(), part.len() / width * across);
+            operands(part, width, &mut from.values_mut()?[..n]);
+            stream.write(&mut rows.half, i * at_once * across, from, 0..n)?;
+        }
         (rows.turns).write(0, &turns(grid.h.max(grid.w), heads.dim))?;
         let embed = &self.parts.patch_embed;
         stream.gemm(&embed.linear, &rows.half, GemmOutput::Store(&mut rows.x), m)?;
         stream.tower_positions(&mut rows.x, &embed.bias, &self.positions, image)?;
         let mut pace = Pace {
-            block: None,
+            piece: None,
             steps: steps_queued(),
             since: Instant::now(),
         };
@@ -323,11 +353,17 @@ impl Tower for CudaTower {
                 half,
                 beside,
                 turns,
+                ..
             } = rows;
             stream.tower_norm(x, pending, &layer_norm(&block.attention_norm), half, m, 1)?;
             stream.gemm(&block.qkv.linear, half, GemmOutput::Store(wide), m)?;
             stream.tower_heads(wide, &block.qkv.bias, turns, beside, heads, image)?;
-            stream.tower_attention(beside, half, heads, m)?;
+            for first in (0..m).step_by(QUERIES) {
+                stream.tower_attention(beside, half, heads, m, first..m.min(first + QUERIES))?;
+                if m > QUERIES {
+                    self.give_way(&mut pace)?;
+                }
+            }
             stream.gemm(&block.out.linear, half, GemmOutput::Add(x), m)?;
             let added = Some(&block.out.bias);
             stream.tower_norm(x, added, &layer_norm(&block.mlp_norm), half, m, 1)?;
@@ -342,7 +378,7 @@ impl Tower for CudaTower {
         }
         let mut made = self.merge(&self.parts.merger, pending, rows, m)?;
         made.append(&mut levels);
-        if !all_finite(&made) {
+        if !made.par_chunks(1 << 16).all(all_finite) {
             let (what, layer) = ("the rows of a tower's merger", c.depth - 1);
             return Err(Error::NotFinite { what, layer });
         }

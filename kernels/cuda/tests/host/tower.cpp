@@ -64,7 +64,7 @@ void check(int dim, int wide) {
         for (int j = 0; j < dim / 4; j++) turns.push_back(make_float2(cosf(i / (j + 1.f)), sinf(i / (j + 1.f))));
     std::vector<__half> heads(3 * HEADS * PATCHES * wide, __float2half(7));
     const float scale = 1.4426950408889634f / sqrtf(dim);
-    launch(PATCHES, 256, 0, [&] { tower_heads({qkv.data(), biases.data(), turns.data(), heads.data(), M, PATCHES, HEADS, dim, wide, COLUMNS, MERGE, scale}); });
+    launch(Grid(PATCHES / 64, 3 * HEADS), 256, 0, [&] { tower_heads({qkv.data(), biases.data(), turns.data(), heads.data(), M, PATCHES, HEADS, dim, wide, COLUMNS, MERGE, 0, scale}); });
     right = true;
     for (int h = 0; h < 3 * HEADS; h++)
         for (int i = 0; i < PATCHES; i++)
@@ -82,9 +82,26 @@ void check(int dim, int wide) {
             }
     report(right, "heads", dim);
 
+    const int dims = wide == 64 ? 64 : 72;
+    std::vector<__half> matrices(heads.size(), __float2half(7));
+    launch(Grid(PATCHES / 64, 3 * HEADS), 256, 0, [&] { tower_heads({qkv.data(), biases.data(), turns.data(), matrices.data(), M, PATCHES, HEADS, dim, wide, COLUMNS, MERGE, dims, scale}); });
+    right = true;
+    for (int h = 0; h < 3 * HEADS; h++)
+        for (int i = 0; i < PATCHES; i++)
+            for (int d = 0; d < wide; d++) {
+                const int kind = h / HEADS, tile = i / 64 * 64, key = i % 64;
+                if (kind == 2 && d >= dims) continue;
+                int at = i * wide + d;
+                if (kind == 1) at = tile * wide + d / 8 * 512 + key * 8 + d % 8;
+                if (kind == 2) at = tile * dims + key / 8 * 8 * dims + d * 8 + key % 8;
+                const size_t plane = size_t(h) * PATCHES * wide;
+                right &= __half2float(matrices[plane + at]) == __half2float(heads[plane + i * wide + d]);
+            }
+    report(right, "heads in matrices", dim);
+
     const int across = (width + 255) / 256 * 256;
     std::vector<__half> out(M * across, __float2half(7));
-    const TowerAttentionArgs args = {heads.data(), out.data(), M, PATCHES, HEADS, dim, across};
+    const TowerAttentionArgs args = {heads.data(), out.data(), M, PATCHES, HEADS, dim, across, 0};
     launch(Grid(1, HEADS), 128, 1, [&] { wide == 64 ? tower_attention_64(args) : tower_attention_80(args); });
     right = true;
     auto head = [&](int h, int i, int d) { return double(__half2float(heads[(size_t(h) * PATCHES + i) * wide + d])); };
