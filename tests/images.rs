@@ -242,33 +242,50 @@ fn eval_measures_chats_with_images() {
     assert_eq!(seen["tokens"], found["tokens"]);
     assert_ne!(seen["ppl"], found["ppl"]);
     // Losses by quantizing are measured.
-    let quantized = home.path().join("int4");
-    let quantize = [
-        "quantize",
-        model,
-        "--bits",
-        "4",
-        "--method",
-        "rtn",
-        "--group-size",
-        "32",
-        "--head-bits",
-        "16",
-        "--device",
-        "cpu",
-        "--out",
-    ];
+    let lossy = |name: &str, more: &[&str]| {
+        let quantized = home.path().join(name);
+        let quantized = quantized.to_str().unwrap();
+        let quantize = [
+            "quantize",
+            model,
+            "--bits",
+            "4",
+            "--method",
+            "rtn",
+            "--group-size",
+            "32",
+            "--head-bits",
+            "16",
+            "--device",
+            "cpu",
+            "--out",
+            quantized,
+        ];
+        let out = nq(home.path(), &[&quantize[..], more].concat());
+        assert!(out.status.success(), "{}", stderr(&out));
+        let lossy = report("pictures/wide.bmp", &[quantized, "--against", model]);
+        assert_eq!(lossy["tokens"], found["tokens"]);
+        let out = nq(home.path(), &["inspect", quantized, "--json"]);
+        let inspected: Value = serde_json::from_slice(&out.stdout).unwrap();
+        let bytes = inspected["vision"]["bytes"].as_u64().unwrap();
+        (lossy["kld"]["mean"].as_f64().unwrap(), bytes)
+    };
+    let (text, whole) = lossy("int4", &[]);
+    assert!(text > 1e-6, "{text}");
+    // Of the tower, too: the Linears whose rows are whole groups have 8.5 bits instead of 32.
+    let (both, rounded) = lossy("int4-vision8", &["--vision-bits", "8"]);
+    let weights = 2 * (3 * 32 * 32 + 32 * 32 + 48 * 32) + 128 * 128 + 96 * 128;
+    assert_eq!(whole - rounded, weights * 47 / 16);
+    assert!(both != text && both < 2.0 * text, "{both}, {text}");
     let out = nq(
         home.path(),
-        &[&quantize[..], &[quantized.to_str().unwrap()]].concat(),
+        &["quantize", "demo", "--vision-bits", "8", "--out", "none"],
     );
-    assert!(out.status.success(), "{}", stderr(&out));
-    let lossy = report(
-        "pictures/wide.bmp",
-        &[quantized.to_str().unwrap(), "--against", model],
+    let said = stderr(&out);
+    assert!(
+        !out.status.success() && said.contains("a model that sees images"),
+        "{said}"
     );
-    assert_eq!(lossy["tokens"], found["tokens"]);
-    assert!(lossy["kld"]["mean"].as_f64().unwrap() > 1e-6, "{lossy}");
 
     for (image, models, expected) in [
         ("../outside.bmp", &[model][..], "expected a path within"),

@@ -7,6 +7,7 @@
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::linalg::factor_bytes;
 use crate::methods::Needs;
+use crate::pipeline::tower_bytes;
 use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::sensitivity;
@@ -48,6 +49,8 @@ pub struct Estimate {
 pub struct Work<'a> {
     /// Schemes to be written.
     pub schemes: &'a Schemes,
+    /// True if the tower that sees images is to have 8-bit codes.
+    pub vision_8: bool,
     /// Statistics that the method needs.
     pub needs: Needs,
     /// Number of calibration tokens.
@@ -93,7 +96,8 @@ impl Estimate {
             stage,
             running: sampling.max(measuring),
             quantizing,
-            file_bytes: file_bytes(checkpoint, work.schemes) + checkpoint.tower_bytes(),
+            file_bytes: file_bytes(checkpoint, work.schemes)
+                + tower_bytes(checkpoint, work.vision_8),
         }
     }
 }
@@ -268,6 +272,7 @@ mod tests {
         let peaks = |on_gpu| {
             let work = Work {
                 schemes: &schemes,
+                vision_8: false,
                 needs: Needs::Hessian,
                 calibration: 64 * SEQUENCE,
                 sampled: 64,

@@ -30,6 +30,8 @@ pub struct Recipe {
     pub zeros: Option<Zeros>,
     /// Bits of the embedding and head, in one scheme; 16: unquantized.
     pub head_bits: Option<u32>,
+    /// 8-bit codes in the Linears of the tower that sees images.
+    pub vision_8: bool,
     /// A size for which the schemes of all weights are chosen by measured sensitivity.
     pub target: Option<TargetSize>,
 }
@@ -44,6 +46,7 @@ impl From<Codes> for Recipe {
             group: None,
             zeros: None,
             head_bits: None,
+            vision_8: false,
             target: None,
         }
     }
@@ -91,6 +94,13 @@ impl Recipe {
             if self.group.is_some() || self.zeros.is_some() {
                 return refused("trellis", "neither groups nor zero-points", "them");
             }
+        }
+        if self.vision_8 && !matches!(self.format, ExportFormat::Nq | ExportFormat::Gguf) {
+            return refused(
+                "vision-bits",
+                "nq or gguf, as other formats hold towers in 16 bits",
+                self.format.name(),
+            );
         }
         if let Some(target) = self.target {
             let what = match target {
@@ -295,6 +305,9 @@ impl Recipe {
         if asked.head != usual.head {
             let bits = asked.head.map_or(16.0, Scheme::bits);
             said += &format!("-head{bits}");
+        }
+        if self.vision_8 {
+            said += "-vision8";
         }
         match self.target {
             Some(TargetSize::Bytes(n)) => said += &format!("-{n}bytes"),

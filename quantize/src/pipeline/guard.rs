@@ -4,6 +4,7 @@
 use super::job::{Job, TargetSize};
 use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
+use super::tower::tower_bytes;
 use crate::allocation::{self, Menu};
 use crate::calibration::{PROMPTS, Sequences};
 use crate::error::{Error, Result};
@@ -381,7 +382,9 @@ impl Job<'_> {
     /// Bytes of all tensors of the text model that `target` allows.
     fn budget(&self, target: TargetSize) -> u64 {
         match target {
-            TargetSize::Bytes(n) => n.saturating_sub(self.checkpoint.tower_bytes()),
+            TargetSize::Bytes(n) => {
+                n.saturating_sub(tower_bytes(self.checkpoint, self.options.vision_8))
+            }
             TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
         }
     }

@@ -38,6 +38,8 @@ pub struct QuantizeOptions {
     pub target: Option<TargetSize>,
     /// Keeps `schemes.head` for the embedding and head, whatever is chosen for the other weights.
     pub head_fixed: bool,
+    /// 8-bit codes in the Linears of the tower that sees images; else it stays as it is.
+    pub vision_8: bool,
     /// A name of [`methods::METHODS`].
     pub method: String,
     /// Calibration text.
@@ -91,6 +93,7 @@ impl QuantizeOptions {
             candidates,
             target: recipe.target,
             head_fixed: recipe.head_bits.is_some(),
+            vision_8: recipe.vision_8,
             method: "gptq".into(),
             calibration: CalibrationSource::SelfSampled,
             calib_tokens: None,
@@ -159,6 +162,13 @@ impl<'a> Job<'a> {
         progress: &'a dyn Progress,
     ) -> Result<Self> {
         options.schemes.check(checkpoint.config())?;
+        if options.vision_8 && checkpoint.vision().is_none() {
+            return Err(Error::Request {
+                what: "vision-bits",
+                expected: "a model that sees images".into(),
+                found: "one that reads text alone".into(),
+            });
+        }
         check(options.target, options.bits)?;
         let untrainable = untrainable(checkpoint.config()).filter(|_| options.tuning.is_some());
         if let Some(found) = untrainable {
@@ -275,6 +285,7 @@ impl<'a> Job<'a> {
         let (n, length) = self.shape();
         let work = memory::Work {
             schemes: &self.options.schemes,
+            vision_8: self.options.vision_8,
             needs: self.method.needs(),
             calibration: n * length,
             sampled: self.sampled(),

@@ -19,6 +19,7 @@ mod plan;
 mod search;
 mod state;
 mod texts;
+mod tower;
 mod tune;
 
 use crate::allocation;
@@ -43,6 +44,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
 use std::time::Instant;
+pub(crate) use tower::tower_bytes;
 pub use tune::TuningEstimate;
 
 /// A setting in the record of a file whose quality was not measured: false.
@@ -81,6 +83,7 @@ impl Job<'_> {
             "sequence_length": length,
             "seed": o.seed,
             "tuning": o.tuning,
+            "vision_8": o.vision_8,
         })
     }
 
@@ -238,7 +241,7 @@ impl Job<'_> {
             self.progress.end();
             ended?;
         }
-        writer.put_tower(self.checkpoint)?;
+        self.stage_tower(writer)?;
         mapping::trim_heap();
         let measure = |state: &mut State| -> Result<(Option<Measured>, QuantizationRecord)> {
             let mut record = self.record(state, source, calibration, schemes);
@@ -310,6 +313,9 @@ impl Job<'_> {
         }
         if let Some(choices) = self.choices(state, schemes) {
             settings.insert("allocation".into(), json!(choices));
+        }
+        if self.options.vision_8 {
+            settings.insert("tower".into(), "8-bit, rtn-clip".into());
         }
         if self.config().mtp_layers > 0 {
             // No text runs through it before it is rounded.

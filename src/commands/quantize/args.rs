@@ -69,6 +69,9 @@ pub struct QuantizeArgs {
     /// mixed; with one scheme 8, or 16 if the format requires it]
     #[arg(long, value_name = "N", value_parser = parse_head_bits)]
     pub head_bits: Option<u32>,
+    /// Bits of the Linears of the tower that sees images, where their rows are whole groups of 32: 8 or 16
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_vision_bits)]
+    pub vision_bits: u32,
     /// Choose the bits (at least --bits) and group size of each weight by measured sensitivity, for
     /// this many bits per weight on average
     #[arg(long, value_name = "X",
@@ -168,6 +171,11 @@ fn parse_head_bits(s: &str) -> Result<u32, String> {
     let known = |n: &u32| *n == 16 || Bits::try_from(*n).is_ok();
     let bits = s.parse().ok().filter(known);
     bits.ok_or_else(|| "expected 3, 4, 5, 6, 8 or 16".into())
+}
+
+fn parse_vision_bits(s: &str) -> Result<u32, String> {
+    let bits = s.parse().ok().filter(|n| [8, 16].contains(n));
+    bits.ok_or_else(|| "expected 8 or 16".into())
 }
 
 fn parse_minutes(s: &str) -> Result<f64, String> {
@@ -307,6 +315,7 @@ impl QuantizeArgs {
             group: self.group_size,
             zeros,
             head_bits: self.head_bits,
+            vision_8: self.vision_bits == 8,
             target: self.target_size.map(TargetSize::Bytes).or(bits),
             ..Codes::of_bits(self.bits, self.trellis)?.into()
         })
@@ -377,6 +386,7 @@ mod tests {
             ("--trellis=sum --bits 3", "demo-trellis3-sum"),
             ("--trellis --bits 3.5 --simple", "demo-trellis3.5-simple"),
             ("--trellis --head-bits 8", "demo-trellis4-head8"),
+            ("--vision-bits 8", "demo-int4-vision8"),
         ] {
             let words = ["nq", "demo"].into_iter().chain(flags.split_whitespace());
             let Program { args } = Program::try_parse_from(words).unwrap();
