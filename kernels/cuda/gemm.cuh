@@ -94,10 +94,10 @@ struct Gemm {
     // The team meets before this product of a pair; the ring then holds the rest of the stage.
     static constexpr int HELD = PAIRS < RING ? PAIRS : RING, MEETING = COUNT - HELD;
     static_assert(NT % WIDE == 0 && COUNT % RING == 0, "pairs");
-    // Before which pair of a product, of the `of` from `first` on, the next left operand of tile r is made.
-    static constexpr DEVICE int making(int r, int first, int of) {
-        const int at = r * (of - 1) / RT + 1;
-        return first + (at < of ? at : of - 1);
+    // Before which pair of a product, of `count` from `first` on, the next left operand of tile r is made.
+    static constexpr DEVICE int making(int r, int first, int count) {
+        const int at = r * (count - 1) / RT + 1;
+        return first + (at < count ? at : count - 1);
     }
 
     // Slots of a stage, and the products of each.
@@ -105,152 +105,176 @@ struct Gemm {
     // Products that a unit of codes holds.
     static constexpr int PER_UNIT = 16 / S::ORDER;
 
-    static DEVICE void meet(int team) { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(THREADS) : "memory"); }
+    using Sums = float[RT][NT][4];
+    // A warp's operands: of the product that runs and the next, and of the following pairs of row tiles.
+    struct Operands {
+        Unit<BITS> unit[RT];
+        Operand dequant[RT];
+        uint32_t left[2][RT][4];
+        uint4 right[RING];
+        float2 scale[RT];   // of the slot whose sums are kept apart
+    };
 
-    static DEVICE void run(const GemmArgs& p) {
-        extern __shared__ __align__(128) uint4 shared[];
-        const int teams = blockDim.x / THREADS, team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
-        const int thread = threadIdx.x % THREADS, wr = __shfl_sync(~0u, thread / 32, 0), lane = threadIdx.x % 32, g = lane / 4;
-        const int tile0 = blockIdx.y * BT;
-        const ExpertRows block = block_rows(p, blockIdx.x, BN);
-        const int m0 = block.first;
-        if (m0 == block.end) return;
-        // The team's part of the inputs, in steps of 64.
-        const int first_span = team * p.spans / teams, steps = ((team + 1) * p.spans / teams - first_span) * 4;
+    const GemmArgs& p;
+    const ExpertRows block;
+    const int teams, team, thread, wr, lane, g;
+    const int tile0, m0;
+    const int steps;                     // of 64 inputs: the team's part
+    const size_t first_record;
+    const int last_row, last_tile;       // that exist, counted from those of this block
+    const uint32_t stages, last_stage;
+    // What the team asks for next: rows past m repeat the last, their sums are not stored. Word u of
+    // row r stands at u ^ (r % 8): a matrix of eight rows then meets all banks.
+    const uint8_t* x;
+    const uint8_t* codes;
+    const uint32_t x_to;
+    uint32_t from[COPIES];               // of the thread's copies, in words of 16 bytes
+    // With a constant, the compiler would make two additions of each address.
+    const uint32_t word_bytes;
+    // Scales are read from memory a group of inputs before they are wanted.
+    const int same;                      // steps that share scales
+    RawMeta<S> raw[RT][SLOTS];
+    uint32_t record[RT];
+    // Where the lane finds the right operand of its first pair's product 0; product j's differs in bits 5 and 6.
+    const uint32_t x_at, w_at;
+
+    DEVICE Gemm(const GemmArgs& p, const ExpertRows& block, int team, int first_span, uint4* shared)
+        : p(p), block(block), teams(blockDim.x / THREADS), team(team), thread(threadIdx.x % THREADS), wr(__shfl_sync(~0u, thread / 32, 0)),
+          lane(threadIdx.x % 32), g(lane / 4), tile0(blockIdx.y * BT), m0(block.first),
+          steps(((team + 1) * p.spans / teams - first_span) * 4), first_record((size_t(block.expert) * p.tiles + tile0) * p.spans + first_span),
+          last_row(block.end - 1 - m0), last_tile(p.tiles - 1 - tile0), stages(shared_address(shared) + team * (STAGES * STAGE)),
+          last_stage(stages + (STAGES - 1) * STAGE),
+          x(reinterpret_cast<const uint8_t*>(p.x) + size_t(m0) * (p.spans * (SPAN * 2)) + first_span * (SPAN * 2)),
+          codes(reinterpret_cast<const uint8_t*>(p.codes) + first_record * 4 * CODE_BYTES),
+          x_to(keep(thread / 8 * 128 + (thread % 8 ^ thread / 8 % 8) * 16)), word_bytes(keep(16)),
+          same(SLOT != 64 || BITS == 16 ? 1 : 4 / p.groups), x_at((lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16),
+          w_at(keep(X_BYTES + wr * RT * CODE_BYTES + lane * 16)) {
+        constexpr uint32_t WORDS = CODE_BYTES / 16;
         const uint32_t row_bytes = p.spans * (SPAN * 2);
-        const size_t first_record = (size_t(block.expert) * p.tiles + tile0) * p.spans + first_span;
-        const int last_row = block.end - 1 - m0, last_tile = p.tiles - 1 - tile0;
-        const uint32_t stages = shared_address(shared) + team * (STAGES * STAGE), last_stage = stages + (STAGES - 1) * STAGE;
-
-        // What the team asks for next: rows past m repeat the last, their sums are not stored. Word u of
-        // row r stands at u ^ (r % 8): a matrix of eight rows then meets all banks.
-        const uint8_t* x = reinterpret_cast<const uint8_t*>(p.x) + size_t(m0) * row_bytes + first_span * (SPAN * 2);
-        const uint8_t* codes = reinterpret_cast<const uint8_t*>(p.codes) + first_record * 4 * CODE_BYTES;
-        const int x_row = thread / 8, x_column = thread % 8;
-        const uint32_t x_to = keep(x_row * 128 + (x_column ^ x_row % 8) * 16);
-        uint32_t from[COPIES];                               // of the thread's copies, in words of 16 bytes
 #pragma unroll
         for (int k = 0; k < COPIES; k++) {
-            constexpr uint32_t WORDS = CODE_BYTES / 16;
             const uint32_t word = thread + (k < X_COPIES ? k : k - X_COPIES) * THREADS;
-            if (k < X_COPIES) from[k] = min(x_row + k * (THREADS / 8), last_row) * (row_bytes / 16) + x_column;
+            if (k < X_COPIES) from[k] = min(thread / 8 + k * (THREADS / 8), last_row) * (row_bytes / 16) + thread % 8;
             else from[k] = min(int(word / WORDS), last_tile) * (p.spans * 4 * WORDS) + word % WORDS;
             from[k] = keep(from[k]);
         }
-        // With a constant, the compiler would make two additions of each address.
-        const uint32_t word_bytes = keep(16);
-        auto request = [&](bool there, uint32_t to) {
-#pragma unroll
-            for (int k = 0; k < COPIES; k++) {
-                const bool of_x = k < X_COPIES;
-                const int at = of_x ? k : k - X_COPIES, bytes = of_x ? X_BYTES : BT * CODE_BYTES;
-                copy_async_if(there && (bytes % (THREADS * 16) == 0 || thread + at * THREADS < bytes / 16),
-                              to + (of_x ? x_to : X_BYTES + thread * 16) + at * (THREADS * 16),
-                              (of_x ? x : codes) + uint64_t(from[k]) * word_bytes);
-            }
-            x += 128, codes += CODE_BYTES;
-            copy_commit();
-        };
-
-        // Scales are read from memory a group of inputs before they are wanted.
-        const int same = SLOT != 64 || BITS == 16 ? 1 : 4 / p.groups;   // steps that share scales
-        RawMeta<S> raw[RT][SLOTS];
-        const uint8_t* const meta = p.meta + first_record * p.meta_bytes;
-        uint32_t record[RT];
 #pragma unroll
         for (int r = 0; r < RT; r++) record[r] = keep(min(wr * RT + r, last_tile) * p.spans * p.meta_bytes);
-        auto read_scales = [&](int step, int s) {
-            step = max(min(step, steps - 1), 0);
-            const int of = Operand::group_of(p.groups, step, s * 2, lane % 4);
-#pragma unroll
-            for (int r = 0; r < RT; r++) raw[r][s].load(meta + (record[r] + uint32_t(step) / 4 * p.meta_bytes), p.groups, of, g);
-        };
+    }
 
+    DEVICE void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(THREADS) : "memory"); }
+
+    // Asks for the team's next stage, to shared memory at `to`.
+    DEVICE void request(bool there, uint32_t to) {
+#pragma unroll
+        for (int k = 0; k < COPIES; k++) {
+            const bool is_x = k < X_COPIES;
+            const int at = is_x ? k : k - X_COPIES, bytes = is_x ? X_BYTES : BT * CODE_BYTES;
+            copy_async_if(there && (bytes % (THREADS * 16) == 0 || thread + at * THREADS < bytes / 16),
+                          to + (is_x ? x_to : X_BYTES + thread * 16) + at * (THREADS * 16),
+                          (is_x ? x : codes) + uint64_t(from[k]) * word_bytes);
+        }
+        x += 128, codes += CODE_BYTES;
+        copy_commit();
+    }
+
+    DEVICE void read_scales(int step, int s) {
+        step = max(min(step, steps - 1), 0);
+        const int group = Operand::group_of(p.groups, step, s * 2, lane % 4);
+        const uint8_t* const meta = p.meta + first_record * p.meta_bytes;
+#pragma unroll
+        for (int r = 0; r < RT; r++) raw[r][s].load(meta + (record[r] + uint32_t(step) / 4 * p.meta_bytes), p.groups, group, g);
+    }
+
+    DEVICE void read_right(uint4& to, uint32_t stage, int k) const {
+        const uint32_t at = (stage + x_at ^ k / PAIRS * 32) + k % PAIRS * 2048;
+        if constexpr (WIDE == 2) to = load_matrices_at(at);
+        else to = load_two_matrices_at(at);
+    }
+
+    DEVICE void read_codes(Operands& o, uint32_t stage, int j) const {
+#pragma unroll
+        for (int r = 0; r < RT; r++) {
+            const uint32_t at = stage + w_at + r * CODE_BYTES;
+            o.unit[r].words = load_shared_16(at + j / PER_UNIT * 512);
+            o.unit[r].load_upper_shared(at + o.unit[r].AT + lane * (o.unit[r].WIDTH * 4 - 16));
+        }
+    }
+
+    // The first operands, when the first stage is there.
+    DEVICE void first_operands(Operands& o) {
+        copy_wait<STAGES - 1>();
+        meet();
+        read_codes(o, stages, 0);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) read_right(o.right[k], stages, k);
+#pragma unroll
+        for (int r = 0; r < RT; r++) {
+            o.dequant[r].set(raw[r][0].group());
+            o.dequant[r].product(o.left[0][r], o.unit[r], 0);
+        }
+        read_scales(same, 0);
+    }
+
+    // Takes the scales of the slot that comes after product j of a step, and asks for those of the slot after it.
+    DEVICE void next_scales(Operands& o, int step, int j) {
+        const int s = j == 3 ? 0 : SLOTS - 1;
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+            if (EXACT) o.scale[r] = make_float2(__low2float(o.dequant[r].scale[0]), __low2float(o.dequant[r].scale[1]));
+        if (SLOT == 64 && (step + 1 & same - 1) != 0) return;
+#pragma unroll
+        for (int r = 0; r < RT; r++) o.dequant[r].set(raw[r][s].group());
+        read_scales(step + (j == 3 ? 1 + same : 1), s);
+    }
+
+    // Reads what the pairs after pair k of a step need, of this stage or the next; at MEETING the team meets, after which the
+    // stage's place may be filled again.
+    DEVICE void read_ahead(Operands& o, int step, int k, uint32_t here, uint32_t next) {
+        const int j = k / PAIRS, first = j == 3 ? MEETING % PAIRS : 0;
+        if (k == MEETING) {
+#pragma unroll
+            for (int i = k + AHEAD; i < COUNT; i++) read_right(o.right[i % RING], here, i);
+            copy_wait<STAGES - 2>();
+            meet();
+        }
+        if (k % PAIRS == first && (j + 1) % PER_UNIT == 0) read_codes(o, j == 3 ? next : here, (j + 1) % 4);
+        if (k % PAIRS == first && (j + 1) % PER_SLOT == 0) next_scales(o, step, j);
+        if (k == MEETING) {
+            request(step + STAGES < steps, here);
+#pragma unroll
+            for (int i = COUNT; i < k + AHEAD; i++) read_right(o.right[i % RING], next, i - COUNT);
+        }
+        if (k < MEETING && k + AHEAD < COUNT) read_right(o.right[(k + AHEAD) % RING], here, k + AHEAD);
+        if (k >= MEETING && k + AHEAD >= COUNT) read_right(o.right[(k + AHEAD) % RING], next, k + AHEAD - COUNT);
+    }
+
+    // Multiplies the team's part of the inputs.
+    DEVICE void multiply(Sums& acc) {
 #pragma unroll 1
         for (int s = 0; s < STAGES; s++) request(s < steps, stages + s * STAGE);
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) read_scales(0, s);
-
-        // Where the lane finds the right operand of its first pair's product 0; product j's differs in bits 5 and 6.
-        const uint32_t x_at = (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
-        const uint32_t w_at = keep(X_BYTES + wr * RT * CODE_BYTES + lane * 16);
-        uint4 right[RING];
-        auto read_right = [&](uint4& to, uint32_t stage, int k) {
-            const uint32_t at = (stage + x_at ^ k / PAIRS * 32) + k % PAIRS * 2048;
-            if constexpr (WIDE == 2) to = load_matrices_at(at);
-            else to = load_two_matrices_at(at);
-        };
-        Unit<BITS> unit[RT];
-        auto read_codes = [&](uint32_t stage, int j) {
-#pragma unroll
-            for (int r = 0; r < RT; r++) {
-                const uint32_t at = stage + w_at + r * CODE_BYTES;
-                unit[r].words = load_shared_16(at + j / PER_UNIT * 512);
-                unit[r].load_upper_shared(at + unit[r].AT + lane * (unit[r].WIDTH * 4 - 16));
-            }
-        };
-        Operand of[RT];
-        uint32_t left[2][RT][4];
-
-        uint32_t here = stages;                              // the stage of this step
-        copy_wait<STAGES - 1>();
-        meet(team);
-        read_codes(here, 0);
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) read_right(right[k], here, k);
-#pragma unroll
-        for (int r = 0; r < RT; r++) {
-            of[r].set(raw[r][0].group());
-            of[r].product(left[0][r], unit[r], 0);
-        }
-        read_scales(same, 0);
-
-        float acc[RT][NT][4] = {};
+        Operands o;
+        first_operands(o);
         float part[EXACT ? RT : 1][EXACT ? NT : 1][4] = {};
-        float2 scale[RT];                                    // of the slot whose sums are kept apart
-
+        uint32_t here = stages;   // the stage of this step
         for (int step = 0; step < steps; step++) {
             const uint32_t next = here == last_stage ? stages : here + STAGE;
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
                 const int j = k / PAIRS, n = k % PAIRS * WIDE;
                 const int first = j == 3 ? MEETING % PAIRS : 0, count = j == 3 ? HELD : PAIRS;
-                if (k == MEETING) {
-#pragma unroll
-                    for (int i = k + AHEAD; i < COUNT; i++) read_right(right[i % RING], here, i);
-                    copy_wait<STAGES - 2>();
-                    meet(team);
-                }
-                if (k % PAIRS == first && (j + 1) % PER_UNIT == 0) read_codes(j == 3 ? next : here, (j + 1) % 4);
-                // Scales of the next slot.
-                if (k % PAIRS == first && (j + 1) % PER_SLOT == 0) {
-                    const int s = j == 3 ? 0 : SLOTS - 1;
-#pragma unroll
-                    for (int r = 0; r < RT; r++)
-                        if (EXACT) scale[r] = make_float2(__low2float(of[r].scale[0]), __low2float(of[r].scale[1]));
-                    if (SLOT != 64 || (step + 1 & same - 1) == 0) {
-#pragma unroll
-                        for (int r = 0; r < RT; r++) of[r].set(raw[r][s].group());
-                        read_scales(step + (j == 3 ? 1 + same : 1), s);
-                    }
-                }
-                if (k == MEETING) {
-                    request(step + STAGES < steps, here);
-#pragma unroll
-                    for (int i = COUNT; i < k + AHEAD; i++) read_right(right[i % RING], next, i - COUNT);
-                }
-                if (k < MEETING && k + AHEAD < COUNT) read_right(right[(k + AHEAD) % RING], here, k + AHEAD);
-                if (k >= MEETING && k + AHEAD >= COUNT) read_right(right[(k + AHEAD) % RING], next, k + AHEAD - COUNT);
-
+                read_ahead(o, step, k, here, next);
                 // The left operand of the next product.
 #pragma unroll
                 for (int r = 0; r < RT; r++)
-                    if (k % PAIRS == making(r, first, count)) of[r].product(left[(j + 1) % 2][r], unit[r], (j + 1) % 4);
+                    if (k % PAIRS == making(r, first, count)) o.dequant[r].product(o.left[(j + 1) % 2][r], o.unit[r], (j + 1) % 4);
 
-                const uint4 b = right[k % RING];
+                const uint4 b = o.right[k % RING];
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
-                    const uint32_t(&a)[4] = left[j % 2][r];
+                    const uint32_t(&a)[4] = o.left[j % 2][r];
 #pragma unroll
                     for (int i = 0; i < WIDE; i++) {
                         float(&sum)[4] = EXACT ? part[EXACT ? r : 0][EXACT ? n + i : 0] : acc[r][n + i];
@@ -262,11 +286,11 @@ struct Gemm {
                     for (int r = 0; r < RT; r++)
 #pragma unroll
                         for (int q = 0; q < NT; q++) {
-                            float(&from)[4] = part[EXACT ? r : 0][EXACT ? q : 0];
+                            float(&slot)[4] = part[EXACT ? r : 0][EXACT ? q : 0];
 #pragma unroll
                             for (int i = 0; i < 4; i++) {
-                                acc[r][q][i] = fmaf(i < 2 ? scale[r].x : scale[r].y, from[i], acc[r][q][i]);
-                                from[i] = 0.f;
+                                acc[r][q][i] = fmaf(i < 2 ? o.scale[r].x : o.scale[r].y, slot[i], acc[r][q][i]);
+                                slot[i] = 0.f;
                             }
                         }
                 }
@@ -274,29 +298,44 @@ struct Gemm {
             here = next;
         }
         copy_wait<0>();
-        if (teams > 1) {
-            // All have done with the stages: sums of the other teams lie there, and the first adds them up.
-            __syncthreads();
-            float4* const sums = reinterpret_cast<float4*>(shared) + thread;
+    }
+
+    // Adds up the sums of all teams, which then lie where stages were; true for the first team, which has them.
+    DEVICE bool add_teams(Sums& acc, uint4* shared) const {
+        if (teams == 1) return true;
+        __syncthreads();
+        float4* const sums = reinterpret_cast<float4*>(shared) + thread;
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                if (team > 0) sums[((team - 1) * RT * NT + r * NT + n) * THREADS] = *reinterpret_cast<float4*>(acc[r][n]);
+        __syncthreads();
+        if (team > 0) return false;
+        for (int q = 1; q < teams; q++)
 #pragma unroll
             for (int r = 0; r < RT; r++)
 #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    if (team > 0) sums[((team - 1) * RT * NT + r * NT + n) * THREADS] = *reinterpret_cast<float4*>(acc[r][n]);
-            __syncthreads();
-            if (team > 0) return;
-            for (int q = 1; q < teams; q++)
-#pragma unroll
-                for (int r = 0; r < RT; r++)
-#pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        const float4 v = sums[((q - 1) * RT * NT + r * NT + n) * THREADS];
-                        acc[r][n][0] += v.x, acc[r][n][1] += v.y, acc[r][n][2] += v.z, acc[r][n][3] += v.w;
-                    }
-        }
-        if (p.epilogue == GEMM_SILU) store_silu(p, acc, block.end, tile0 + wr * RT, m0);
-        else if (p.epilogue == GEMM_ADD) store<true>(p, acc, block.end, tile0 + wr * RT, m0);
-        else store<false>(p, acc, block.end, tile0 + wr * RT, m0);
+                for (int n = 0; n < NT; n++) {
+                    const float4 v = sums[((q - 1) * RT * NT + r * NT + n) * THREADS];
+                    acc[r][n][0] += v.x, acc[r][n][1] += v.y, acc[r][n][2] += v.z, acc[r][n][3] += v.w;
+                }
+        return true;
+    }
+
+    static DEVICE void run(const GemmArgs& p) {
+        extern __shared__ __align__(128) uint4 shared[];
+        const int team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
+        const ExpertRows block = block_rows(p, blockIdx.x, BN);
+        if (block.first == block.end) return;
+        Gemm gemm(p, block, team, team * p.spans / int(blockDim.x / THREADS), shared);
+        Sums acc = {};
+        gemm.multiply(acc);
+        if (!gemm.add_teams(acc, shared)) return;
+        const int tile0 = gemm.tile0 + gemm.wr * RT;
+        if (p.epilogue == GEMM_SILU) store_silu(p, acc, block.end, tile0, block.first);
+        else if (p.epilogue == GEMM_ADD) store<true>(p, acc, block.end, tile0, block.first);
+        else store<false>(p, acc, block.end, tile0, block.first);
     }
 
     // A warp's sums, of the tiles from `tile0` and the rows of x from `m0` to `end`.

@@ -188,83 +188,98 @@ DEVICE RowsRoom<ROWS, WARPS>& rows_room() {
     return room;
 }
 
+// A block of a cluster: its warps multiply a range each of the records of its tiles and its part of the inputs; the sums of a
+// tile meet in the warp that began it, those of the parts in one of the blocks.
 template <class S, int ROWS, int GROUPS, int WARPS>
-DEVICE void gemv_rows(const GemvRowsArgs& p) {
-    constexpr int STAGES = S::STAGES, OUT = ROWS / 2, ALL = GROUPS * OUT;
+struct GemvRows {
+    static constexpr int STAGES = S::STAGES, OUT = ROWS / 2, ALL = GROUPS * OUT;
     using Product = RowsProduct<S, ROWS, GROUPS>;
     using Columns = typename Product::Columns;
     using WeightRing = Ring<S::STAGE, S::META>;
-    struct Sums {
+    using Sums = float[ALL];   // of a lane, of a tile
+    struct WarpSums {
         float v[32][ALL];
     };
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    extern __shared__ __align__(128) uint4 shared[];
-    auto& room = rows_room<GROUPS * ROWS, WARPS>();
-    auto& barriers = room.barriers;
-    uint64_t& x_there = room.x_there;
-    auto& tops = room.tops;
-    const int parts = p.parts, part = parts == 1 ? 0 : int(cluster_rank());
-    const int cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
-    const int first_span = part * p.spans / parts, of_part = (part + 1) * p.spans / parts - first_span;
-    const int n = of_part * STAGES;   // stages of a tile in this part
-    const int first_tile = cluster * p.tiles / clusters, tiles = (cluster + 1) * p.tiles / clusters - first_tile;
-    const int range = (tiles * n + WARPS - 1) / WARPS;
-    const int begin = min(warp * range, tiles * n), end = min(begin + range, tiles * n);
+    const GemvRowsArgs& p;
+    const int warp, lane, g, t;
+    RowsRoom<GROUPS * ROWS, WARPS>& room;
+    const int parts, part, cluster, clusters;
+    const int first_span, part_spans, n;   // of this part; `n`: its stages of a tile
+    const int first_tile, tiles;           // of this block
+    const int range, begin, end;           // stages of a warp, from the block's first tile on
+    const int begin_tile, begin_stage;
+    Columns* const x;
+    WarpSums* const met;   // [WARPS], then [tiles that end here][parts]
+    // What to request next.
+    int ahead, ahead_stage;
+    const uint8_t* ahead_codes;
+    size_t ahead_record;
+    WeightRing ring;
+    float factors[GROUPS * ROWS / 4];
 
-    uint4* const ring_at = shared + warp * p.depth * WeightRing::STAGE_WORDS;
-    Columns* const x = reinterpret_cast<Columns*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);
-    Sums* const met = reinterpret_cast<Sums*>(x + GROUPS * p.part_spans * 4);   // [WARPS], then [tiles that end here][parts]
-    if (threadIdx.x == 0) barrier_init(&x_there);
-    WeightRing ring(ring_at, barriers[warp], p.depth);
-    launch_dependents();
+    DEVICE GemvRows(const GemvRowsArgs& p, uint4* shared, RowsRoom<GROUPS * ROWS, WARPS>& room)
+        : p(p), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), room(room), parts(p.parts),
+          part(parts == 1 ? 0 : int(cluster_rank())), cluster(blockIdx.x / parts), clusters(gridDim.x / parts), first_span(part * p.spans / parts),
+          part_spans((part + 1) * p.spans / parts - first_span), n(part_spans * STAGES), first_tile(cluster * p.tiles / clusters),
+          tiles((cluster + 1) * p.tiles / clusters - first_tile), range((tiles * n + WARPS - 1) / WARPS), begin(min(warp * range, tiles * n)),
+          end(min(begin + range, tiles * n)), begin_tile(begin / n), begin_stage(begin - begin_tile * n),
+          x(reinterpret_cast<Columns*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS)),
+          met(reinterpret_cast<WarpSums*>(x + GROUPS * p.part_spans * 4)), ahead(begin), ahead_stage(begin_stage),
+          ahead_codes(p.codes + ((size_t(first_tile + begin_tile) * p.spans + first_span) * STAGES + begin_stage) * S::STAGE),
+          ahead_record(size_t(first_tile + begin_tile) * p.spans + first_span),
+          ring(shared + warp * p.depth * WeightRing::STAGE_WORDS, room.barriers[warp], p.depth) {}
 
-    const int begin_tile = begin / n, begin_stage = begin - begin_tile * n;
-    int ahead = begin, ahead_stage = begin_stage;
-    const uint8_t* ahead_codes = p.codes + ((size_t(first_tile + begin_tile) * p.spans + first_span) * STAGES + begin_stage) * S::STAGE;
-    size_t ahead_record = size_t(first_tile + begin_tile) * p.spans + first_span;
-    auto request = [&]() {
+    // Requests the warp's next stage of weights.
+    DEVICE void request() {
         const bool any = ahead < end;
         ring.request(ahead_codes, p.meta + (ahead_record + ahead_stage / STAGES) * p.meta_bytes, p.meta_bytes, any);
-        if (any) {
-            ahead++;
-            ahead_codes += S::STAGE;
-            if (++ahead_stage == n) {
-                ahead_stage = 0;
-                ahead_codes += size_t(p.spans - of_part) * (STAGES * S::STAGE);
-                ahead_record += p.spans;
-            }
+        if (!any) return;
+        ahead++;
+        ahead_codes += S::STAGE;
+        if (++ahead_stage == n) {
+            ahead_stage = 0;
+            ahead_codes += size_t(p.spans - part_spans) * (STAGES * S::STAGE);
+            ahead_record += p.spans;
         }
-    };
-#pragma unroll 1
-    for (int i = 0; i < p.depth; i++) request();
-    if (p.epilogue == HEAD && lane < GROUPS * ROWS) tops[warp][lane] = make_float2(-INFINITY, 0.f);
-    cluster_arrive();
-    wait_for_prerequisites();
-    cluster_wait();   // all blocks of the cluster have begun, and see this block's barriers
-    if (threadIdx.x == 0) {
-        const Columns* const from = static_cast<const Columns*>(p.columns) + first_span * 4;
-        barrier_expect(&x_there, GROUPS * of_part * 4 * sizeof(Columns));
-#pragma unroll
-        for (int q = 0; q < GROUPS; q++)
-            copy_bulk(x + q * p.part_spans * 4, from + size_t(q) * p.spans * 4, of_part * 4 * sizeof(Columns), &x_there);
     }
-    float factors[GROUPS * ROWS / 4];
+
+    // The column that factor or value i of a group of columns belongs to.
+    DEVICE int column(int q, int i) const { return ROWS == 8 ? 8 * q + 2 * t + i % 2 : t; }
+
+    // Requests the first weights, across the end of the predecessor, and after it this part of x.
+    DEVICE void start() {
+        if (threadIdx.x == 0) barrier_init(&room.x_there);
+        launch_dependents();
+#pragma unroll 1
+        for (int i = 0; i < p.depth; i++) request();
+        if (p.epilogue == HEAD && lane < GROUPS * ROWS) room.tops[warp][lane] = make_float2(-INFINITY, 0.f);
+        cluster_arrive();
+        wait_for_prerequisites();
+        cluster_wait();   // all blocks of the cluster have begun, and see this block's barriers
+        if (threadIdx.x == 0) {
+            const Columns* const from = static_cast<const Columns*>(p.columns) + first_span * 4;
+            barrier_expect(&room.x_there, GROUPS * part_spans * 4 * sizeof(Columns));
 #pragma unroll
-    for (int i = 0; i < GROUPS * ROWS / 4; i++) {
-        const int c = ROWS == 8 ? i / 2 * 8 + 2 * t + i % 2 : t;
-        factors[i] = p.factors && c < p.m ? __ldcg(p.factors + c) : 1.f;
+            for (int q = 0; q < GROUPS; q++)
+                copy_bulk(x + q * p.part_spans * 4, from + size_t(q) * p.spans * 4, part_spans * 4 * sizeof(Columns), &room.x_there);
+        }
+#pragma unroll
+        for (int i = 0; i < GROUPS * ROWS / 4; i++) {
+            const int c = column(i / 2, i);
+            factors[i] = p.factors && c < p.m ? __ldcg(p.factors + c) : 1.f;
+        }
     }
 
     // Ends a tile of columns 8q .. 8q + 7.
-    auto finish_group = [&](int tile, int q, const float (&y)[ALL]) {
+    DEVICE void finish_group(int tile, int q, const Sums& y) const {
         float v[OUT];
 #pragma unroll
         for (int i = 0; i < OUT; i++) v[i] = y[q * OUT + i] * factors[ROWS == 8 ? 2 * q + i % 2 : 0];
         if (p.epilogue == SILU) {
 #pragma unroll
             for (int i = 0; i < OUT / 2; i++) {
-                const int c = ROWS == 8 ? 8 * q + 2 * t + i : t;
+                const int c = column(q, i);
                 if (c < p.m && tile * 16 + g < p.rows)
                     p.out[size_t(c) * (p.rows / 2) + tile * 8 + g] = __fdividef(v[i], 1.f + __expf(-v[i])) * v[i + OUT / 2];
             }
@@ -272,33 +287,38 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
         }
 #pragma unroll
         for (int i = 0; i < OUT; i++) {
-            const int c = ROWS == 8 ? 8 * q + 2 * t + i % 2 : t, row = tile * 16 + g + (ROWS == 8 ? i / 2 : i) * 8;
+            const int c = column(q, i), row = tile * 16 + g + (ROWS == 8 ? i / 2 : i) * 8;
             const bool there = c < p.m && row < p.rows;
             float* const to = p.out + size_t(c) * p.rows + row;
             if (there) *to = p.epilogue == ADD ? v[i] + __ldcg(to) : v[i];
             if (!there) v[i] = -INFINITY;
         }
-        if (p.epilogue == HEAD) {
+        if (p.epilogue == HEAD) keep_best(tile, q, v);
+    }
+
+    // Keeps the greatest of each column among the rows of a tile.
+    DEVICE void keep_best(int tile, int q, const float (&v)[OUT]) const {
 #pragma unroll
-            for (int i = 0; i < OUT / 2; i++) {
-                float2 best = make_float2(v[i], __int_as_float(tile * 16 + g));
-                best = better(best, make_float2(v[i + OUT / 2], __int_as_float(tile * 16 + g + 8)));
+        for (int i = 0; i < OUT / 2; i++) {
+            float2 best = make_float2(v[i], __int_as_float(tile * 16 + g));
+            best = better(best, make_float2(v[i + OUT / 2], __int_as_float(tile * 16 + g + 8)));
 #pragma unroll
-                for (int m = 16; m > 2; m >>= 1)
-                    best = better(best, make_float2(__shfl_xor_sync(~0u, best.x, m), __shfl_xor_sync(~0u, best.y, m)));
-                float2& top = tops[warp][ROWS == 8 ? 8 * q + 2 * t + i : t];
-                if (g == 0) top = better(top, best);
-                __syncwarp();
-            }
+            for (int m = 16; m > 2; m >>= 1)
+                best = better(best, make_float2(__shfl_xor_sync(~0u, best.x, m), __shfl_xor_sync(~0u, best.y, m)));
+            float2& top = room.tops[warp][column(q, i)];
+            if (g == 0) top = better(top, best);
+            __syncwarp();
         }
-    };
+    }
+
     // Ends a tile.
-    auto finish = [&](int tile, const float (&y)[ALL]) {
+    DEVICE void finish(int tile, const Sums& y) const {
 #pragma unroll
         for (int q = 0; q < GROUPS; q++) finish_group(tile, q, y);
-    };
+    }
+
     // Sends a lane's sums to shared memory of a block of the cluster.
-    auto send_all = [&](uint32_t to, const float (&y)[ALL]) {
+    DEVICE static void send_all(uint32_t to, const Sums& y) {
 #pragma unroll
         for (int q = 0; q < GROUPS; q++) {
             float v[OUT];
@@ -306,43 +326,48 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
             for (int i = 0; i < OUT; i++) v[i] = y[q * OUT + i];
             send(to + q * sizeof v, v);
         }
-    };
+    }
+
     // With the sums of all warps: ends a tile of this block, or sends them to the block that does.
-    auto deliver = [&](int tile, const float (&y)[ALL]) {
+    DEVICE void deliver(int tile, const Sums& y) const {
         if (parts == 1) return finish(first_tile + tile, y);
         send_all(map_rank(shared_address(met[WARPS + tile / parts * parts + part].v[lane]), tile % parts), y);
-    };
-
-    Product product(p.groups, lane);
-    const uint32_t x_at = keep(shared_address(x)), group = p.part_spans * uint32_t(4 * sizeof(Columns));
-    int stage = begin_stage, tile = begin_tile;
-    if (begin < end) barrier_wait(&x_there, 0);
-#pragma unroll 1
-    for (int i = begin; i < end; i++) {
-        const uint32_t from = ring.wait_at();
-        product.add(from, from + S::STAGE, x_at + stage * uint32_t(4 / STAGES * sizeof(Columns)), group, p.groups, stage % STAGES);
-        __syncwarp();
-        request();
-        if (++stage == n) {
-            if (i + 1 - begin >= n)   // begun here
-                deliver(tile, product.y);
-            else
-                send_all(shared_address(met[warp].v[lane]), product.y);
-            product.clear();
-            stage = 0, tile++;
-        }
     }
-    const bool goes_on = stage > 0, begun = goes_on && end - begin >= stage;
-    if (goes_on && !begun) send_all(shared_address(met[warp].v[lane]), product.y);
-    __syncthreads();
-    if (begun) {
+
+    // Multiplies the warp's range and hands on the sums of its tiles.
+    DEVICE void multiply_range() {
+        Product product(p.groups, lane);
+        const uint32_t x_at = keep(shared_address(x)), group = p.part_spans * uint32_t(4 * sizeof(Columns));
+        int stage = begin_stage, tile = begin_tile;
+        if (begin < end) barrier_wait(&room.x_there, 0);
+#pragma unroll 1
+        for (int i = begin; i < end; i++) {
+            const uint32_t from = ring.wait_at();
+            product.add(from, from + S::STAGE, x_at + stage * uint32_t(4 / STAGES * sizeof(Columns)), group, p.groups, stage % STAGES);
+            __syncwarp();
+            request();
+            if (++stage == n) {
+                if (i + 1 - begin >= n)   // begun here
+                    deliver(tile, product.y);
+                else
+                    send_all(shared_address(met[warp].v[lane]), product.y);
+                product.clear();
+                stage = 0, tile++;
+            }
+        }
+        const bool goes_on = stage > 0, begun = goes_on && end - begin >= stage;
+        if (goes_on && !begun) send_all(shared_address(met[warp].v[lane]), product.y);
+        __syncthreads();
+        if (!begun) return;
         int rest = n - stage;
         for (int w = warp + 1; rest > 0; w++, rest -= range)
 #pragma unroll
             for (int i = 0; i < ALL; i++) product.y[i] += met[w].v[lane][i];
         deliver(tile, product.y);
     }
-    if (parts > 1) {
+
+    // Adds up the sums of the parts and ends this block's tiles.
+    DEVICE void finish_parts() const {
         cluster_arrive();
         cluster_wait();
         for (int own = warp; own * parts + part < tiles; own += WARPS) {
@@ -353,13 +378,27 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
             finish(first_tile + own * parts + part, y);
         }
     }
-    if (p.epilogue == HEAD) {
+
+    // Stores the greatest of each column that the block's warps have found.
+    DEVICE void store_best() const {
         __syncthreads();
-        if (threadIdx.x < p.m) {
-            float2 best = tops[0][threadIdx.x];
-            for (int i = 1; i < WARPS; i++) best = better(best, tops[i][threadIdx.x]);
-            p.best[size_t(threadIdx.x) * gridDim.x + blockIdx.x] = best;
-        }
+        if (threadIdx.x >= p.m) return;
+        float2 best = room.tops[0][threadIdx.x];
+        for (int i = 1; i < WARPS; i++) best = better(best, room.tops[i][threadIdx.x]);
+        p.best[size_t(threadIdx.x) * gridDim.x + blockIdx.x] = best;
     }
+
+    DEVICE void run() {
+        start();
+        multiply_range();
+        if (parts > 1) finish_parts();
+        if (p.epilogue == HEAD) store_best();
+    }
+};
+
+template <class S, int ROWS, int GROUPS, int WARPS>
+DEVICE void gemv_rows(const GemvRowsArgs& p) {
+    extern __shared__ __align__(128) uint4 shared[];
+    GemvRows<S, ROWS, GROUPS, WARPS>(p, shared, rows_room<GROUPS * ROWS, WARPS>()).run();
 }
 #endif

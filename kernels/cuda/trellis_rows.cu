@@ -222,79 +222,126 @@ DEVICE void multiply(int (&sums)[FOURS][8][4], const uint32_t (&words)[C::WORDS]
     if constexpr (!C::OCTAGON) digits = later;
 }
 
+// A block of a group of rows of x: the units that it takes of strips, the end of each, and its part of the strips that it
+// shares with other blocks. A segment is what is finished together: a strip, or with SILU the strips of gate and up.
 template <class C, int GROUP>
-DEVICE void trellis_rows(const TrellisRowsArgs& p) {
-    using Of = RowsOf<C, GROUP>;
-    constexpr int FOURS = Of::FOURS, WARPS = Of::WARPS, THREADS = Of::THREADS, OUTPUTS = Of::OUTPUTS, EACH = Of::EACH, STAGES = Of::STAGES;
-    const int thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
-    // Known to be the same for the whole warp: addresses that follow from it cost less.
-    const int warp = __shfl_sync(~0u, thread / 32, 0);
-    uint8_t* const shared = dynamic_shared();
-    uint8_t* const ring = shared + warp * (STAGES * C::UNIT) + lane * 16;
-    float* const sums = reinterpret_cast<float*>(shared + WARPS * STAGES * C::UNIT);   // [PLACES][OUTPUTS]
-    float* const held = sums + Of::PLACES * OUTPUTS;   // [2][OUTPUTS], of finished strips of a segment: a thread meets its own only
-    float2* const bests = reinterpret_cast<float2*>(sums);   // [CHUNKS][GROUP], when sums have been read
+struct TrellisRows {
+    using Sizes = RowsOf<C, GROUP>;
+    static constexpr int FOURS = Sizes::FOURS, WARPS = Sizes::WARPS, THREADS = Sizes::THREADS, OUTPUTS = Sizes::OUTPUTS;
+    static constexpr int EACH = Sizes::EACH, STAGES = Sizes::STAGES, HALVES = Sizes::HALVES;
+    static constexpr int RUNS = C::WORDS / 4;   // copies of 16 bytes for a lane's words of a unit
+    using Sums = int[FOURS][8][4];              // of a lane, of a strip
 
-    const int group = blockIdx.y, here = min(p.m - group * GROUP, GROUP);   // rows of x
-    const int tiles = p.tiles;
-    // The first blocks have one more.
-    const int units = p.strips * tiles, blocks = gridDim.x, number = blockIdx.x, whole = units / blocks, rest = units % blocks;
-    const int begin = number * whole + min(number, rest), count = whole + (number < rest);
+    const TrellisRowsArgs& p;
+    const int thread, lane, g, t, warp;
+    uint8_t* const shared;
+    uint8_t* const ring;
+    float* const sums;   // [PLACES][OUTPUTS]
+    float* const held;   // [2][OUTPUTS], of finished strips of a segment: a thread meets its own only
+    const int group, here;                            // rows of x that exist
+    const int tiles, blocks, number, whole, rest;     // whole: units of each block, of which the first `rest` have one more
+    const int begin, count;                           // units of this block
+    const uint8_t* const words;
+    const int strips_each;                            // of a segment
+    const int first_segment;
+    int2* const first_place;
+    // Where this lane's digits of the tile of this warp's next unit are. Tiles follow in turn, strip after strip.
+    const bool owns;
+    const uint32_t tile_digits, digits_end, digits_step;
+    uint8_t* const own;
+    float2* const own_step;
+    uint32_t* const parts;
 
-    if (!p.holds_dependents) launch_dependents();
-    const uint8_t* const words_of = reinterpret_cast<const uint8_t*>(p.words) + size_t(begin) * C::UNIT + lane * 16;
-    constexpr int RUNS = C::WORDS / 4;
+    int strip, first;     // the strip of this block's next unit, and where it begins, counted in units from `begin`
+    uint32_t digits_at;
+    UnitDigits<C, FOURS> x = {};
+    int at, stage = 0;    // this warp's next unit, and its place in the ring
+    bool segment_begins = true;
+    // What the end of a segment needs, requested before it is reached.
+    int2 place;
+    float2 steps[FOURS];
+    __half scales[2][HALVES];
+    float residual[EACH];
+
+    DEVICE TrellisRows(const TrellisRowsArgs& p)
+        : p(p), thread(threadIdx.x), lane(thread % 32), g(lane / 4), t(lane % 4),
+          // Known to be the same for the whole warp: addresses that follow from it cost less.
+          warp(__shfl_sync(~0u, thread / 32, 0)), shared(dynamic_shared()), ring(shared + warp * (STAGES * C::UNIT) + lane * 16),
+          sums(reinterpret_cast<float*>(shared + WARPS * STAGES * C::UNIT)), held(sums + Sizes::PLACES * OUTPUTS), group(blockIdx.y),
+          here(min(p.m - group * GROUP, GROUP)), tiles(p.tiles), blocks(gridDim.x), number(blockIdx.x), whole(p.strips * tiles / blocks),
+          rest(p.strips * tiles % blocks), begin(number * whole + min(number, rest)), count(whole + (number < rest)),
+          words(reinterpret_cast<const uint8_t*>(p.words) + size_t(begin) * C::UNIT + lane * 16), strips_each(p.epilogue == SILU ? 2 : 1),
+          first_segment(begin / tiles / strips_each), first_place(reinterpret_cast<int2*>(shared + Sizes::ROW - 16)), owns(GROUP == 4 && p.x),
+          tile_digits(owns ? TILE * 4 : DIGITS<C::OCTAGON> * FOURS * 256), digits_end((group + 1) * tiles * tile_digits),
+          digits_step(WARPS % tiles * tile_digits), own(shared + Sizes::ROW), own_step(reinterpret_cast<float2*>(shared + Sizes::ROW - 8)),
+          parts(p.parts + size_t(group) * blocks * (2 * strips_each * OUTPUTS) + thread), strip(begin / tiles), first(strip * tiles - begin),
+          digits_at((group * tiles + (warp - first) % tiles) * tile_digits + lane * 8), at(warp) {}
+
+    // Of output i of this thread: the row of the strip, and the row of x.
+    DEVICE int row_of(int i) const { return thread / 4 + i % HALVES * 64; }
+    DEVICE int x_of(int i) const { return 4 * (i / HALVES) + t; }
+    // Where a block leaves its sums of a segment, which began in that block or in an earlier one.
+    DEVICE uint32_t* part_of(int block, bool begun) const { return parts + size_t(2 * block + begun) * (strips_each * OUTPUTS); }
+
     // Requests the words of a unit, counted from `begin`.
-    auto request = [&](uint8_t* to, int unit) {
+    DEVICE void request(uint8_t* to, int unit) const {
         if (unit < count) {
-            const uint8_t* const from = words_of + size_t(unsigned(unit)) * C::UNIT;
+            const uint8_t* const from = words + size_t(unsigned(unit)) * C::UNIT;
 #pragma unroll
             for (int i = 0; i < RUNS; i++) copy_async(to + i * 512, from + i * 512);
             if constexpr (C::WORDS % 4 == 2) copy_async<8>(to + RUNS * 512 - lane * 8, from + RUNS * 512 - lane * 8);
         }
         copy_commit();
-    };
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) request(ring + i * C::UNIT, warp + i * WARPS);
-    int strip = begin / tiles, first = strip * tiles - begin;   // where the strip begins
-    const int of_segment = p.epilogue == SILU ? 2 : 1;          // strips
-    const int first_segment = strip / of_segment;
-    int2* const first_place = reinterpret_cast<int2*>(shared + Of::ROW - 16);
-    if (thread == 0 && count > 0) *first_place = __ldg(p.places + first_segment * of_segment);
-    // What ends of strips will need comes from memory meanwhile.
-    for (int s = first_segment * of_segment + thread; s * tiles < begin + count; s += THREADS) {
-        prefetch_line(p.places + s);
-        prefetch_line(p.row_scales + s * STRIP), prefetch_line(p.row_scales + s * STRIP + STRIP / 2);
     }
-    // Where this lane's digits of the tile of this warp's next unit are. Tiles follow in turn, strip after strip.
-    const bool owns = GROUP == 4 && p.x;
-    const uint32_t tile_digits = owns ? TILE * 4 : DIGITS<C::OCTAGON> * FOURS * 256;
-    const uint32_t digits_end = (group + 1) * tiles * tile_digits, digits_step = WARPS % tiles * tile_digits;
-    uint32_t digits_at = (group * tiles + (warp - first) % tiles) * tile_digits + lane * 8;
-    UnitDigits<C, FOURS> x = {};
-    uint8_t* const own = shared + Of::ROW;
-    float2* const own_step = reinterpret_cast<float2*>(shared + Of::ROW - 8);
-    uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
-    const OwnRow<C::OCTAGON, WARPS> row_of_x = {p, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
-    if (owns) row_of_x.factors();
 
-    wait_for_prerequisites();
-    if (p.holds_dependents) launch_dependents();
-    if (owns) row_of_x.digits(own_step);
-
+    // Requests the first words and digits, across the end of the predecessor.
+    DEVICE void start() {
+        if (!p.holds_dependents) launch_dependents();
 #pragma unroll
-    for (int i = 0; i < DIGITS<C::OCTAGON>; i++) x.load(i, p.digits, own, owns, digits_at, here);
-    int at = warp, stage = 0;
-    bool segment_begins = true, owes = false;   // the end of a strip that began in an earlier block
-    // What the end of a segment needs, requested before it is reached.
-    const int row = thread / 4;
-    int2 place;
-    float2 steps[FOURS];
-    __half scales[2][Of::HALVES];
-    float residual[EACH];
-    auto row_of = [&](int i) { return row + i % Of::HALVES * 64; };   // of the strip, of output i of this thread
-    auto x_of = [&](int i) { return 4 * (i / Of::HALVES) + t; };      // of x
-    auto request_end = [&](int segment) {
+        for (int i = 0; i < STAGES; i++) request(ring + i * C::UNIT, warp + i * WARPS);
+        if (thread == 0 && count > 0) *first_place = __ldg(p.places + first_segment * strips_each);
+        // What ends of strips will need comes from memory meanwhile.
+        for (int s = first_segment * strips_each + thread; s * tiles < begin + count; s += THREADS) {
+            prefetch_line(p.places + s);
+            prefetch_line(p.row_scales + s * STRIP), prefetch_line(p.row_scales + s * STRIP + STRIP / 2);
+        }
+        uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
+        const OwnRow<C::OCTAGON, WARPS> row_of_x = {p, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
+        if (owns) row_of_x.factors();
+
+        wait_for_prerequisites();
+        if (p.holds_dependents) launch_dependents();
+        if (owns) row_of_x.digits(own_step);
+#pragma unroll
+        for (int i = 0; i < DIGITS<C::OCTAGON>; i++) x.load(i, p.digits, own, owns, digits_at, here);
+    }
+
+    // Adds the products of this warp's units before `stop`.
+    DEVICE void multiply_units(Sums& c, int stop) {
+#pragma unroll 1
+        for (; at < stop; at += WARPS) {
+            digits_at += digits_step;
+            if (digits_at >= digits_end) digits_at -= tiles * tile_digits;
+            copy_wait<STAGES - 1>();
+            uint8_t* const from = ring + stage * C::UNIT;
+            uint32_t unit[C::WORDS];
+#pragma unroll
+            for (int i = 0; i < RUNS; i++) {
+                const uint4 w = *reinterpret_cast<const uint4*>(from + i * 512);
+                unit[4 * i] = w.x, unit[4 * i + 1] = w.y, unit[4 * i + 2] = w.z, unit[4 * i + 3] = w.w;
+            }
+            if constexpr (C::WORDS % 4 == 2) {
+                const uint2 w = *reinterpret_cast<const uint2*>(from + RUNS * 512 - lane * 8);
+                unit[4 * RUNS] = w.x, unit[4 * RUNS + 1] = w.y;
+            }
+            request(from, at + STAGES * WARPS);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            multiply<C, FOURS>(c, unit, x, p.digits, own, owns, digits_at, here);
+        }
+    }
+
+    // Requests what the end of a segment needs; its place is known.
+    DEVICE void request_end(int segment) {
 #pragma unroll
         for (int j = 0; j < FOURS; j++) {
             steps[j] = make_float2(0.f, 0.f);
@@ -303,8 +350,8 @@ DEVICE void trellis_rows(const TrellisRowsArgs& p) {
 #pragma unroll
         for (int s = 0; s < 2; s++)
 #pragma unroll
-            for (int h = 0; h < Of::HALVES; h++)
-                scales[s][h] = s < of_segment ? __ldg(p.row_scales + size_t(segment * of_segment + s) * STRIP + row + 64 * h) : __half();
+            for (int h = 0; h < HALVES; h++)
+                scales[s][h] = s < strips_each ? __ldg(p.row_scales + size_t(segment * strips_each + s) * STRIP + thread / 4 + 64 * h) : __half();
         if (p.epilogue == ADD) {
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
@@ -312,144 +359,115 @@ DEVICE void trellis_rows(const TrellisRowsArgs& p) {
                 residual[i] = there ? __ldcg(p.out + size_t(group * GROUP + x_of(i)) * p.rows + place.x + row_of(i)) : 0.f;
             }
         }
-    };
-    uint32_t* const parts = p.parts + size_t(group) * blocks * (2 * of_segment * OUTPUTS) + thread;
-    // `first`: the segment began in this block.
-    auto part_of = [&](int block, bool first) { return parts + size_t(2 * block + first) * (of_segment * OUTPUTS); };
-#pragma unroll 1
-    for (int done = 0; done < count || owes;) {
-        int segment;
-        if (done < count) {
-            const int stop = min(first + tiles, count);
-            int c[FOURS][8][4] = {};
-#pragma unroll 1
-            for (; at < stop; at += WARPS) {
-                digits_at += digits_step;
-                if (digits_at >= digits_end) digits_at -= tiles * tile_digits;
-                copy_wait<STAGES - 1>();
-                uint8_t* const place = ring + stage * C::UNIT;
-                uint32_t words[C::WORDS];
-#pragma unroll
-                for (int i = 0; i < RUNS; i++) {
-                    const uint4 w = *reinterpret_cast<const uint4*>(place + i * 512);
-                    words[4 * i] = w.x, words[4 * i + 1] = w.y, words[4 * i + 2] = w.z, words[4 * i + 3] = w.w;
-                }
-                if constexpr (C::WORDS % 4 == 2) {
-                    const uint2 w = *reinterpret_cast<const uint2*>(place + RUNS * 512 - lane * 8);
-                    words[4 * RUNS] = w.x, words[4 * RUNS + 1] = w.y;
-                }
-                request(place, at + STAGES * WARPS);
-                stage = stage + 1 == STAGES ? 0 : stage + 1;
-                multiply<C, FOURS>(c, words, x, p.digits, own, owns, digits_at, here);
-            }
+    }
 
-            // The strip ends, here or in another block.
-            const bool strip_ends = stop == first + tiles, segment_ends = stop == count || (strip_ends && strip % of_segment == of_segment - 1);
-            const int in_segment = strip % of_segment;
-            segment = strip / of_segment;
-            if (segment_begins && of_segment == 2) {
+    // Does `act` to each of a lane's sums of a strip and its place, from `mine` on.
+    template <class F>
+    DEVICE static void each_sum(const Sums& c, float* mine, F&& act) {
 #pragma unroll
-                for (int i = 0; i < EACH; i++) held[thread + i * THREADS] = held[OUTPUTS + thread + i * THREADS] = 0.f;
-            }
-            segment_begins = segment_ends;
-            float lane_sums[FOURS][8][2];
+        for (int j = 0; j < FOURS; j++)
 #pragma unroll
-            for (int j = 0; j < FOURS; j++)
+            for (int m = 0; m < 8; m++)
 #pragma unroll
-                for (int m = 0; m < 8; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) lane_sums[j][m][h] = 256.f * float(c[j][m][2 * h]) + float(c[j][m][2 * h + 1]);
-            float* const mine = sums + warp % Of::PLACES * OUTPUTS + lane;
-            auto each_sum = [&](auto&& act) {
-#pragma unroll
-                for (int j = 0; j < FOURS; j++)
-#pragma unroll
-                    for (int m = 0; m < 8; m++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++) act(mine[j * 512 + m * 64 + h * 32], lane_sums[j][m][h]);
-            };
-            if (done > 0) __syncthreads();   // the last strip's sums have been read
-            if (warp >= Of::PLACES) each_sum([](float& to, float v) { to = v; });
-            __syncthreads();
-            if (warp < Of::PLACES) each_sum([](float& to, float v) { to += v; });
-            // Units of the segment in all blocks, and in this one.
-            const int start = segment * of_segment * tiles, all = of_segment * tiles, some = begin + stop - max(start, begin);
-            if (segment_ends && some == all) {
-                place = __ldg(p.places + segment * of_segment);
-                request_end(segment);
-            }
-            __syncthreads();
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const int o = thread + i * THREADS;
-                float v = sums[o];
-#pragma unroll
-                for (int w = 1; w < Of::PLACES; w++) v += sums[w * OUTPUTS + o];
-                held[in_segment * OUTPUTS + o] = v;
-            }
-            done = stop, strip++, first += tiles;
-            if (!segment_ends) continue;
-            if (some < all) {
-                uint32_t* const part = part_of(number, begin <= start);
-                for (int s = 0; s < of_segment; s++)
-#pragma unroll
-                    for (int i = 0; i < EACH; i++)
-                        if (x_of(i) < here) {
-                            const float v = held[s * OUTPUTS + thread + i * THREADS];
-                            store_relaxed(part + s * OUTPUTS + i * THREADS, ~__float_as_uint(v));
-                        }
-                owes |= begin > start && begin + done == start + all;
-                continue;
-            }
-        } else {
-            owes = false;
-            segment = first_segment;
-            place = *first_place;
+                for (int h = 0; h < 2; h++) act(mine[j * 512 + m * 64 + h * 32], 256.f * float(c[j][m][2 * h]) + float(c[j][m][2 * h + 1]));
+    }
+
+    // Adds up the warps' sums of a strip, which ends here or goes on in another block, and holds them. `whole_segment`: it is the
+    // last strip of a segment of which this block has all. `later`: sums of an earlier strip may still be read.
+    DEVICE void meet(const Sums& c, bool later, int segment, bool whole_segment) {
+        float* const mine = sums + warp % Sizes::PLACES * OUTPUTS + lane;
+        if (later) __syncthreads();
+        if (warp >= Sizes::PLACES) each_sum(c, mine, [](float& to, float v) { to = v; });
+        __syncthreads();
+        if (warp < Sizes::PLACES) each_sum(c, mine, [](float& to, float v) { to += v; });
+        if (whole_segment) {
+            place = __ldg(p.places + segment * strips_each);
             request_end(segment);
-            // The first block that has some of it.
-            const int start = segment * of_segment * tiles, more = rest * (whole + 1);
-            const int first_block = start < more ? start / (whole + 1) : rest + (start - more) / whole;
-            constexpr int BATCH = GROUP == 4 ? 8 : 3;   // parts that are read at once
-#pragma unroll 1
-            for (int s = 0; s < of_segment; s++) {
-                float totals[EACH] = {};
-#pragma unroll 1
-                for (int block = first_block; block <= number; block += BATCH) {
-                    uint32_t found[BATCH][EACH];
-                    auto each = [&](auto&& act) {
-#pragma unroll
-                        for (int b = 0; b < BATCH; b++)
-#pragma unroll
-                            for (int i = 0; i < EACH; i++)
-                                if (block + b <= number && x_of(i) < here)
-                                    act(part_of(block + b, block + b == first_block) + s * OUTPUTS + i * THREADS, found[b][i], totals[i]);
-                    };
-                    bool missing;
-                    do {
-                        missing = false;
-                        each([&](uint32_t* from, uint32_t& v, float&) { v = load_relaxed(from); });
-                        each([&](uint32_t*, uint32_t& v, float&) { missing |= v == 0; });
-                    } while (missing);
-                    each([&](uint32_t* from, uint32_t& v, float& total) { store_relaxed(from, 0), total += __uint_as_float(~v); });
-                }
-#pragma unroll
-                for (int i = 0; i < EACH; i++) held[s * OUTPUTS + thread + i * THREADS] = totals[i];
-            }
         }
-
-        // The products, where their sums were: what follows then needs nothing that must stay in registers.
+        __syncthreads();
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int h = i % Of::HALVES, j = i / Of::HALVES;
+            const int o = thread + i * THREADS;
+            float v = sums[o];
+#pragma unroll
+            for (int w = 1; w < Sizes::PLACES; w++) v += sums[w * OUTPUTS + o];
+            held[strip % strips_each * OUTPUTS + o] = v;
+        }
+    }
+
+    // Leaves the sums of a segment that other blocks have parts of.
+    DEVICE void leave(bool begun) const {
+        uint32_t* const part = part_of(number, begun);
+        for (int s = 0; s < strips_each; s++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (x_of(i) < here) store_relaxed(part + s * OUTPUTS + i * THREADS, ~__float_as_uint(held[s * OUTPUTS + thread + i * THREADS]));
+    }
+
+    // Adds up what blocks up to this one left of the first segment, which ends here.
+    DEVICE void collect() {
+        place = *first_place;
+        request_end(first_segment);
+        // The first block that has some of it.
+        const int start = first_segment * strips_each * tiles, more = rest * (whole + 1);
+        const int first_block = start < more ? start / (whole + 1) : rest + (start - more) / whole;
+        constexpr int BATCH = GROUP == 4 ? 8 : 3;   // parts that are read at once
+#pragma unroll 1
+        for (int s = 0; s < strips_each; s++) {
+            float totals[EACH] = {};
+#pragma unroll 1
+            for (int block = first_block; block <= number; block += BATCH) {
+                uint32_t found[BATCH][EACH];
+                auto each = [&](auto&& act) {
+#pragma unroll
+                    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+                        for (int i = 0; i < EACH; i++)
+                            if (block + b <= number && x_of(i) < here)
+                                act(part_of(block + b, block + b == first_block) + s * OUTPUTS + i * THREADS, found[b][i], totals[i]);
+                };
+                bool missing;
+                do {
+                    missing = false;
+                    each([&](uint32_t* from, uint32_t& v, float&) { v = load_relaxed(from); });
+                    each([&](uint32_t*, uint32_t& v, float&) { missing |= v == 0; });
+                } while (missing);
+                each([&](uint32_t* from, uint32_t& v, float& total) { store_relaxed(from, 0), total += __uint_as_float(~v); });
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; i++) held[s * OUTPUTS + thread + i * THREADS] = totals[i];
+        }
+    }
+
+    // The products, where their sums were: what follows then needs nothing that must stay in registers.
+    DEVICE void scale() {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int h = i % HALVES, j = i / HALVES;
             const float mean = 127.5f * steps[j].y;
 #pragma unroll
             for (int s = 0; s < 2; s++) {
-                if (s == of_segment) break;
+                if (s == strips_each) break;
                 float& v = held[s * OUTPUTS + thread + i * THREADS];
                 v = __half2float(scales[s][h]) * (1.f / 128.f) * (steps[j].x * v - mean);
                 if (p.epilogue == ADD) v += residual[i];
             }
         }
+    }
+
+    // The greatest of a row of x in eight rows of the strip, whose value of output i this lane has: the lowest row of equals.
+    DEVICE void keep_best(float2* bests, int i, float best, int best_row) const {
+#pragma unroll
+        for (int o = 4; o < 32; o *= 2) {
+            const float other = __shfl_xor_sync(~0u, best, o);
+            const int other_row = __shfl_xor_sync(~0u, best_row, o);
+            if (other > best || (other == best && other_row < best_row)) best = other, best_row = other_row;
+        }
+        if (g == 0) bests[row_of(i) / 8 * GROUP + x_of(i)] = make_float2(best, __int_as_float(best_row));
+    }
+
+    DEVICE void store(int segment) const {
+        float2* const bests = reinterpret_cast<float2*>(sums);   // [CHUNKS][GROUP]
         if (p.epilogue == HEAD) __syncthreads();   // sums have been read
 #pragma unroll 1
         for (int i = 0; i < EACH; i++) {
@@ -463,39 +481,65 @@ DEVICE void trellis_rows(const TrellisRowsArgs& p) {
             } else if (there) {
                 p.out[size_t(m) * p.rows + to] = v;
             }
-            if (p.epilogue == HEAD) {
-                // Of the lanes that have the same row of x: the lowest row among equals.
-                float best = there ? v : -INFINITY;
-                int best_row = to;
-#pragma unroll
-                for (int o = 4; o < 32; o *= 2) {
-                    const float other = __shfl_xor_sync(~0u, best, o);
-                    const int other_row = __shfl_xor_sync(~0u, best_row, o);
-                    if (other > best || (other == best && other_row < best_row)) best = other, best_row = other_row;
-                }
-                if (g == 0) bests[r / 8 * GROUP + x_of(i)] = make_float2(best, __int_as_float(best_row));
-            }
+            if (p.epilogue == HEAD) keep_best(bests, i, there ? v : -INFINITY, to);
         }
-        if (p.epilogue == HEAD) {
-            __syncthreads();
-            if (thread < here) {
-                float2 best = bests[thread];
-                for (int i = 1; i < Of::CHUNKS; i++) {
-                    const float2 other = bests[i * GROUP + thread];
-                    if (other.x > best.x) best = other;
+        if (p.epilogue != HEAD) return;
+        __syncthreads();
+        if (thread >= here) return;
+        float2 best = bests[thread];
+        for (int i = 1; i < Sizes::CHUNKS; i++) {
+            const float2 other = bests[i * GROUP + thread];
+            if (other.x > best.x) best = other;
+        }
+        p.best[size_t(group * GROUP + thread) * p.strips + segment] = best;
+    }
+
+    DEVICE void run() {
+        start();
+        bool owes = false;   // the end of a segment that began in an earlier block
+#pragma unroll 1
+        for (int done = 0; done < count || owes;) {
+            int segment;
+            if (done < count) {
+                const int stop = min(first + tiles, count);
+                Sums c = {};
+                multiply_units(c, stop);
+
+                const bool strip_ends = stop == first + tiles;
+                const bool segment_ends = stop == count || (strip_ends && strip % strips_each == strips_each - 1);
+                segment = strip / strips_each;
+                if (segment_begins && strips_each == 2) {
+#pragma unroll
+                    for (int i = 0; i < EACH; i++) held[thread + i * THREADS] = held[OUTPUTS + thread + i * THREADS] = 0.f;
                 }
-                p.best[size_t(group * GROUP + thread) * p.strips + segment] = best;
+                segment_begins = segment_ends;
+                // Units of the segment in all blocks, and in this one.
+                const int from = segment * strips_each * tiles, all = strips_each * tiles, some = begin + stop - max(from, begin);
+                meet(c, done > 0, segment, segment_ends && some == all);
+                done = stop, strip++, first += tiles;
+                if (!segment_ends) continue;
+                if (some < all) {
+                    leave(begin <= from);
+                    owes |= begin > from && begin + done == from + all;
+                    continue;
+                }
+            } else {
+                owes = false;
+                segment = first_segment;
+                collect();
             }
+            scale();
+            store(segment);
         }
     }
-}
+};
 
 #define ROWS(code)                                                                                                                            \
     extern "C" __global__ __launch_bounds__(RowsOf<code, 4>::THREADS, 1) void trellis_rows_##code##_4(const __grid_constant__ TrellisRowsArgs p) { \
-        trellis_rows<code, 4>(p);                                                                                                             \
+        TrellisRows<code, 4>(p).run();                                                                                                        \
     }                                                                                                                                         \
     extern "C" __global__ __launch_bounds__(RowsOf<code, 16>::THREADS, 1) void trellis_rows_##code##_16(const __grid_constant__ TrellisRowsArgs p) { \
-        trellis_rows<code, 16>(p);                                                                                                            \
+        TrellisRows<code, 16>(p).run();                                                                                                       \
     }
 
 TRELLIS_CODES(ROWS)
