@@ -109,14 +109,22 @@ pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
     let grown = kinds.into_iter().filter_map(|kind| {
         let layout = kind.layout()?;
-        // Their scales stay products, for which there are kernels; but none for offsets of 16 inputs.
-        if layout.factors.is_some() && kind != BlockType::Q2_K {
+        // Of which every device keeps codes and scales.
+        if matches!(
+            kind,
+            BlockType::Q3_K | BlockType::Q4_K | BlockType::Q5_K | BlockType::Q6_K
+        ) {
             return None;
         }
         let stored = 8.0 * kind.bytes() as f64 / kind.elements() as f64;
         let parts = if layout.offsets { 2.0 } else { 1.0 };
         let run = layout.bits.width() as f64 + 16.0 * parts / f64::from(layout.group);
-        (run > 1.3 * stored).then(|| format!("{kind} ({stored:.2}) as {run:.2}"))
+        let on_gpu = layout.bits_on_gpu(kind.elements());
+        let on_gpu = match on_gpu < run {
+            true => format!(", on a GPU as {on_gpu:.2}"),
+            false => String::new(),
+        };
+        (run > 1.3 * stored).then(|| format!("{kind} ({stored:.2}) as {run:.2}{on_gpu}"))
     });
     let grown: Vec<String> = grown.collect();
     if !grown.is_empty() {

@@ -20,6 +20,8 @@ use std::str::FromStr;
 pub struct Bits(u8);
 
 impl Bits {
+    /// Codes 0 to 3, four in a byte: of devices, not of files.
+    pub const B2: Bits = Bits(2);
     /// Codes 0 to 7.
     pub const B3: Bits = Bits(3);
     /// Codes 0 to 15, two in a byte.
@@ -30,10 +32,10 @@ impl Bits {
     pub const B6: Bits = Bits(6);
     /// Codes 0 to 255, each a byte.
     pub const B8: Bits = Bits(8);
-    /// Every width, in ascending order.
+    /// Every width of files, in ascending order.
     pub const ALL: [Bits; 5] = [Bits::B3, Bits::B4, Bits::B5, Bits::B6, Bits::B8];
 
-    /// The width: 3, 4, 5, 6 or 8.
+    /// The width: 2 to 6 or 8.
     pub const fn width(self) -> usize {
         self.0 as usize
     }
@@ -52,6 +54,7 @@ impl Bits {
     /// part of a code crosses a byte boundary.
     pub const fn planes(self) -> &'static [usize] {
         match self.0 {
+            2 => &[2],
             3 => &[2, 1],
             4 => &[4],
             5 => &[4, 1],
@@ -496,8 +499,22 @@ impl AffineScheme {
     }
 
     /// The scheme in which a GPU holds such weights, exactly: their own where its kernels read it, as they
-    /// do those that nq mixes in files of 4 bits, else that of [`AffineScheme::held`].
+    /// do those that nq mixes in files of 4 bits; with a table of levels for codes of 3 or 4 bits without zero-points that
+    /// have one, or have scales in two levels; else that of [`AffineScheme::held`].
     pub fn held_on_gpu(&self) -> Self {
+        let few = self.bits <= Bits::B4 && self.zeros == Zeros::None;
+        if few && !(self.scales.is_half() && self.levels.is_even()) {
+            let (bits, group) = match (self.scales, self.bits) {
+                (Scales::Half, _) => (Bits::B4, 16),
+                (_, Bits::B4) => (Bits::B4, 32),
+                _ => (Bits::B3, 16),
+            };
+            return AffineScheme {
+                bits,
+                group: Group::Size(group),
+                ..self.with_table()
+            };
+        }
         let read = match self.bits.0 {
             4 | 5 => self.zeros == Zeros::Integer,
             6 => self.zeros == Zeros::None,

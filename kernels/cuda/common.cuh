@@ -190,6 +190,14 @@ DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
 #endif
 
 // (a & mask) | bits
+// Bytes of a and b by the four lowest nibbles of `selector`, which are below 8: `__byte_perm` would clear their highest bits
+// first.
+DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
+
 template <uint32_t MASK, uint32_t BITS>
 DEVICE uint32_t mask_or(uint32_t a) {
     uint32_t r;

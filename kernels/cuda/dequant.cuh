@@ -29,7 +29,7 @@ struct RawMeta {
                 rows = reinterpret_cast<const uint32_t*>(record)[g];
                 scale = reinterpret_cast<const uint16_t*>(record + S::ROWS)[at];
             } else {
-                scale = reinterpret_cast<const uint32_t*>(record)[at];
+                scale = reinterpret_cast<const uint32_t*>(record + S::ROWS)[at];
             }
         }
     }
@@ -88,18 +88,25 @@ struct Dequant {
         }
     }
 
-    // What a lane has of the unit that holds product j of a step: `codes` are its first 16 bytes.
-    static DEVICE Unit<BITS> unit(const uint4* codes, int j, int lane) {
-        Unit<BITS> unit;
-        unit.words = codes[j / (16 / S::ORDER) * 32];
-        unit.load_upper(reinterpret_cast<const uint8_t*>(codes - lane) + unit.AT + lane * unit.WIDTH * 4);
+    // What a lane has of the unit that holds product j of a step whose codes are at `codes`.
+    static DEVICE Unit<S> unit(const uint8_t* codes, int j, int lane) {
+        Unit<S> unit;
+        unit.load(codes + j / (16 / S::ORDER) * 512, lane);
         return unit;
     }
 
     // Product j from its unit.
-    DEVICE void product(uint32_t (&a)[4], const Unit<BITS>& unit, int j) const {
-        const uint32_t word[4] = {unit.words.x, unit.words.y, unit.words.z, unit.words.w};
-        if constexpr (BITS == 4) {
+    DEVICE void product(uint32_t (&a)[4], const Unit<S>& unit, const LevelTables<S>& levels, int j) const {
+        const uint32_t word[4] = {unit.word(0), unit.word(1), unit.word(2), unit.word(3)};
+        if constexpr (S::TABLE) {
+            constexpr uint32_t ONE = 0x64646464;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t codes = levels.bytes(unit, 2 * (j / 2) + i, j % 2) ^ 0x80808080;   // 128 + level
+                a[i] = from_low(__byte_perm(codes, ONE, 0x4240), i);
+                a[i + 2] = from_low(__byte_perm(codes, ONE, 0x4341), i);
+            }
+        } else if constexpr (BITS == 4) {
             constexpr uint32_t LO = 0x000f000f, HI = 0x00f000f0, ONE = 0x64006400;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -107,7 +114,7 @@ struct Dequant {
                 a[i] = j % 2 ? from_high(mask_or<HI, ONE>(w), i) : from_low(mask_or<LO, ONE>(w), i);
                 a[i + 2] = j % 2 ? from_high(mask_or<HI, ONE>(s), i) : from_low(mask_or<LO, ONE>(s), i);
             }
-        } else if constexpr (BITS < 8) {
+        } else if constexpr (S::ORDER == 4) {
             constexpr uint32_t ONE = 0x64646464;
 #pragma unroll
             for (int i = 0; i < 2; i++) {

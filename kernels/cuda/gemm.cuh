@@ -108,8 +108,9 @@ struct Gemm {
     using Sums = float[RT][NT][4];
     // A warp's operands: of the product that runs and the next, and of the following pairs of row tiles.
     struct Operands {
-        Unit<BITS> unit[RT];
+        Unit<S> unit[RT];
         Operand dequant[RT];
+        LevelTables<S> levels[RT];   // of all records of a tile
         uint32_t left[2][RT][4];
         uint4 right[RING];
         float2 scale[RT];   // of the slot whose sums are kept apart
@@ -148,7 +149,7 @@ struct Gemm {
           codes(reinterpret_cast<const uint8_t*>(p.codes) + first_record * 4 * CODE_BYTES),
           x_to(keep(thread / 8 * 128 + (thread % 8 ^ thread / 8 % 8) * 16)), word_bytes(keep(16)),
           same(SLOT != 64 || BITS == 16 ? 1 : 4 / p.groups), x_at((lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16),
-          w_at(keep(X_BYTES + wr * RT * CODE_BYTES + lane * 16)) {
+          w_at(keep(X_BYTES + wr * RT * CODE_BYTES + lane * Unit<S>::LANE)) {
         constexpr uint32_t WORDS = CODE_BYTES / 16;
         const uint32_t row_bytes = p.spans * (SPAN * 2);
 #pragma unroll
@@ -196,13 +197,14 @@ struct Gemm {
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             const uint32_t at = stage + w_at + r * CODE_BYTES;
-            o.unit[r].words = load_shared_16(at + j / PER_UNIT * 512);
-            o.unit[r].load_upper_shared(at + o.unit[r].AT + lane * (o.unit[r].WIDTH * 4 - 16));
+            o.unit[r].load_shared(at + j / PER_UNIT * 512, at + o.unit[r].AT + lane * (o.unit[r].WIDTH * 4 - o.unit[r].LANE));
         }
     }
 
     // The first operands, when the first stage is there.
     DEVICE void first_operands(Operands& o) {
+#pragma unroll
+        for (int r = 0; r < RT; r++) o.levels[r].load(p.meta + first_record * p.meta_bytes + record[r]);
         copy_wait<STAGES - 1>();
         meet();
         read_codes(o, stages, 0);
@@ -211,7 +213,7 @@ struct Gemm {
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             o.dequant[r].set(raw[r][0].group());
-            o.dequant[r].product(o.left[0][r], o.unit[r], 0);
+            o.dequant[r].product(o.left[0][r], o.unit[r], o.levels[r], 0);
         }
         read_scales(same, 0);
     }
@@ -269,7 +271,7 @@ struct Gemm {
                 // The left operand of the next product.
 #pragma unroll
                 for (int r = 0; r < RT; r++)
-                    if (k % PAIRS == making(r, first, count)) o.dequant[r].product(o.left[(j + 1) % 2][r], o.unit[r], (j + 1) % 4);
+                    if (k % PAIRS == making(r, first, count)) o.dequant[r].product(o.left[(j + 1) % 2][r], o.unit[r], o.levels[r], (j + 1) % 4);
 
                 const uint4 b = o.right[k % RING];
 #pragma unroll

@@ -159,8 +159,8 @@ struct GemmStep {
         // Where this lane finds, in the ring's first stage, its codes, and of each 64 inputs (32 at
         // first) of the record its scales and zero-points; the right operand; the barriers.
         const uint32_t ring = shared_address(stages);
-        const uint32_t codes_at = keep(ring + CODES + warp * CODE_BYTES + lane * 16);
-        const uint32_t upper_at = ring + CODES + warp * CODE_BYTES + Unit<BITS>::AT + lane * Unit<BITS>::WIDTH * 4;
+        const uint32_t codes_at = keep(ring + CODES + warp * CODE_BYTES + lane * Unit<S>::LANE);
+        const uint32_t upper_at = ring + CODES + warp * CODE_BYTES + Unit<S>::AT + lane * Unit<S>::WIDTH * 4;
         const uint32_t rows_at = ring + META + warp * p.meta_bytes + g * 4;
         uint32_t scales_at[4], zeros_at[4];
 #pragma unroll
@@ -179,21 +179,22 @@ struct GemmStep {
         // 64 inputs from stage `stage`, the k-th of the record.
         auto step = [&](uint32_t(&a)[4][4], int k) {
             Operand of;
-            Unit<BITS> unit;
+            Unit<S> unit;
+            LevelTables<S> levels;
+            levels.load_shared(rows_at - g * 4 + stage);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (BITS != 16 && (j == 0 || (SLOT != 64 && j == 2))) {
                     GroupMeta<S> group;
-                    group.load_zero_shared(zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES, rows_at + stage);
-                    group.load_scale_shared(scales_at[k] + stage + j / 2 * 8 * S::PER_ZERO * S::SCALE, rows_at + stage);
+                    group.load_zero_shared(zeros_at[k] + stage + j / 2 * 8 * (S::PARTS / S::PER_ZERO) * S::ZERO_BYTES, rows_at + stage);
+                    group.load_scale_shared(scales_at[k] + stage + j / 2 * 8 * S::PARTS * S::SCALE, rows_at + stage);
                     of.set(group);
                 }
                 if (j % (16 / S::ORDER) == 0) {
                     const uint32_t from = stage + k % 2 * (BITS == 16 ? TILES * CODE_BYTES : CODE_BYTES / 2) + j * S::ORDER / 16 * 512;
-                    unit.words = load_shared_16(codes_at + from);
-                    unit.load_upper_shared(upper_at + from);
+                    unit.load_shared(codes_at + from, upper_at + from);
                 }
-                of.product(a[j], unit, j);
+                of.product(a[j], unit, levels, j);
             }
             // Here, and not somewhere among the products.
 #pragma unroll

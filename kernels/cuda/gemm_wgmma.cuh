@@ -116,13 +116,15 @@ struct WgmmaGemm {
     DEVICE void prepare(uint32_t (&a)[4][4], int step, int tile, int lane) const {
         barrier_wait(full + step % STAGES, step / STAGES & 1);
         const uint8_t* const codes = stage(step) + X_BYTES;
-        const uint4* const mine = reinterpret_cast<const uint4*>(codes + tile * CODE_BYTES) + lane;
+        const uint8_t* const mine = codes + tile * CODE_BYTES;
         const uint8_t* const meta = codes + TILES * CODE_BYTES + tile * args.p.meta_bytes;
         Operand of;
+        LevelTables<S> levels;
+        levels.load(meta);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (j == 0 || (SLOT != 64 && j == 2)) of.load(meta, args.p.groups, first_step + step, j, lane / 4, lane % 4);
-            of.product(a[j], Operand::unit(mine, j, lane), j);
+            of.product(a[j], Operand::unit(mine, j, lane), levels, j);
         }
         // Here, and not somewhere among the products.
 #pragma unroll

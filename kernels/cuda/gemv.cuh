@@ -65,7 +65,7 @@ struct GemvArgs {
 // A stage in registers.
 template <class S>
 struct Stage {
-    Unit<S::BITS> codes[4];
+    Unit<S> codes[4];
     Meta<S> meta;
 };
 
@@ -167,11 +167,7 @@ struct RegisterStages {
         const int lane = threadIdx.x % 32;
         if (next.tile < p.tiles) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                Unit<S::BITS>& unit = stages[i].codes[j];
-                unit.words = load_stream(next.codes + (j * (S::UNIT / 16) + lane) * 16);
-                unit.load_upper_stream(next.codes + j * S::UNIT + unit.AT + lane * unit.WIDTH * 4);
-            }
+            for (int j = 0; j < 4; j++) stages[i].codes[j].load_stream(next.codes + j * S::UNIT, lane);
             if (next.has_meta()) stages[i].meta.load(next.meta, p.groups, lane / 4, lane % 4);
         }
         next.advance(p, share);
@@ -193,8 +189,8 @@ struct RingStages {
 
     DEVICE RingStages(const GemvArgs& p, const Share& share, const Next& next, uint4* stages, uint64_t* barriers)
         : p(p), share(share), next(next), ring(stages, barriers, p.depth),
-          meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * 16)),
-          upper_at(Unit<S::BITS>::AT + threadIdx.x % 32 * Unit<S::BITS>::WIDTH * 4) {
+          meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * Unit<S>::LANE)),
+          upper_at(Unit<S>::AT + threadIdx.x % 32 * Unit<S>::WIDTH * 4) {
 #pragma unroll 1
         for (int i = 0; i < p.depth - lags(); i++) request();
     }
@@ -212,10 +208,7 @@ struct RingStages {
         __syncwarp();
         if (lags()) request();   // of the stage before this one
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            now.codes[j].words = load_shared_16(from + codes_at + j * S::UNIT);
-            now.codes[j].load_upper_shared(from + upper_at + j * S::UNIT);
-        }
+        for (int j = 0; j < 4; j++) now.codes[j].load_shared(from + codes_at + j * S::UNIT, from + upper_at + j * S::UNIT);
         if (has_meta) meta_at.load(now.meta, from + S::STAGE);
         return now;
     }
@@ -315,7 +308,8 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
         for (int j = 0; j < 4; j++) operand_at[j] = keep(shared_address(row) + (g / 2 == j ? lane * 16 : uint32_t(offsetof(Digits, zeros))));
     }
 
-    auto fold = [&](const IntegerSums& sums, const Meta<S>& m, int half, int span) {
+    // `totals`: sums of x, where `S::SUMS`.
+    auto fold = [&](const IntegerSums& sums, const Meta<S>& m, int half, int span, const IntegerSums& totals = {}) {
         if constexpr (BITS != 16) {
             float s, sum;
             if constexpr (SLOT == 64) {
@@ -324,7 +318,8 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
             } else if constexpr (SLOT == 32) {
                 s = row[span].slots[2 * half + t / 2].x, sum = row[span].sums[4 * half + t];
             } else {
-                s = row[span].slots[half].x * OPERAND_UNIT<S>, sum = t % 2 ? 0.f : row[span].sums[2 * half + t / 2];
+                const float unit = row[span].slots[half].x;
+                s = unit * OPERAND_UNIT<S>, sum = S::SUMS ? unit * totals.row(0) : t % 2 ? 0.f : row[span].sums[2 * half + t / 2];
             }
             const float2 sc = m.scales(half), z = m.zeros(half);
             if constexpr (ZERO == OFFSET) {
@@ -388,7 +383,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
     };
 
     int tile = share.first, span = begin;
-    IntegerSums sums;
+    IntegerSums sums, totals;
     float halves[2][4] = {};   // FP16 weights: sums of first and second products
     start(tile);
 #pragma unroll 1
@@ -417,7 +412,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
                         mma_16832(sums.low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, x.x, x.y);
                         mma_16832(sums.high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, x.z, x.w);
                     } else if constexpr (BITS < 8) {
-                        const Unit<BITS>& u = now.codes[j];
+                        const Unit<S>& u = now.codes[j];
                         mma_16832(sums.low, u.bytes(0, 0), u.bytes(1, 0), u.bytes(2, 0), u.bytes(3, 0), x.x, x.y);
                         mma_16832(sums.low, u.bytes(0, 1), u.bytes(1, 1), u.bytes(2, 1), u.bytes(3, 1), x.z, x.w);
                     } else {
@@ -436,11 +431,12 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
 #pragma unroll
                     for (int c = 0; c < 2; c++) {
                         uint32_t a[4];
-                        chunk_operand<S>(a, now.codes[unit], c);
+                        chunk_operand<S>(a, now.codes[unit], now.meta.levels, c);
                         multiply_operand<S>(sums.low, a, g / 4 == c ? x0 : 0, g / 4 == c ? x1 : 0);
                     }
-                    fold(sums, now.meta, unit, span);
-                    sums = IntegerSums();
+                    if (S::SUMS) multiply_ones(totals.low, x0, x1);
+                    fold(sums, now.meta, unit, span, totals);
+                    sums = totals = IntegerSums();
                 }
             } else {
                 // Four chunks of 32 inputs are four slots.
@@ -452,10 +448,10 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
 #pragma unroll
                     for (int c = 0; c < 4; c++) {
                         const uint32_t b0 = g / 2 == c ? x0 : 0, b1 = g / 2 == c ? x1 : 0;
-                        if constexpr (BITS < 8) {
-                            const Unit<BITS>& u = now.codes[2 * half + c / 2];
-                            const int j = c % 2 * 2;
-                            mma_16832(sums.low, u.bytes(j, 0), u.bytes(j + 1, 0), u.bytes(j, 1), u.bytes(j + 1, 1), b0, b1);
+                        if constexpr (S::ORDER == 4) {
+                            uint32_t a[4];
+                            chunk_operand<S>(a, now.codes[2 * half + c / 2], now.meta.levels, c % 2);
+                            multiply_operand<S>(sums.low, a, b0, b1);
                         } else {
                             const uint4 v = now.codes[c].words;
                             mma_16832(sums.low, v.x, v.y, v.z, v.w, b0, b1);

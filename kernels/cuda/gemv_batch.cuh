@@ -182,7 +182,7 @@ struct GemvBatch {
     }
 
     // Adds the products of a stage of FP16 weights: product i % 2 of chunk i / 2.
-    DEVICE static void multiply_halves(Sums& y, const Unit<BITS> (&codes)[4], const Piece& x) {
+    DEVICE static void multiply_halves(Sums& y, const Unit<S> (&codes)[4], const Piece& x) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -195,22 +195,22 @@ struct GemvBatch {
     }
 
     // Adds the products of a stage of codes, slot by slot.
-    DEVICE void multiply_codes(Sums& y, const Unit<BITS> (&codes)[4], const GroupMeta<S> (&meta)[PARTS], const Piece& x) const {
+    DEVICE void multiply_codes(Sums& y, const Unit<S> (&codes)[4], const LevelTables<S>& levels, const GroupMeta<S> (&meta)[PARTS], const Piece& x) const {
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
             int high[NB][4] = {}, low[NB][4] = {};
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 uint32_t a[4];
-                if constexpr (BITS < 8) {
-                    chunk_operand<S>(a, codes[s], c);
+                if constexpr (S::ORDER == 4) {
+                    chunk_operand<S>(a, codes[s], levels, c);
                 } else {
                     const uint4 v = codes[2 * s + c].words;
                     a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
                 }
 #pragma unroll
-                for (int part = 0; part < S::PER_ZERO; part++) {   // of the chunk, of one scale
-                    const bool mine = S::PER_ZERO == 1 || t / 2 == part;
+                for (int part = 0; part < S::PARTS; part++) {   // of the chunk, of one scale
+                    const bool mine = S::PARTS == 1 || t / 2 == part;
 #pragma unroll
                     for (int n = 0; n < NB; n++) {
                         const uint4 h = x.words[s][n][0], l = x.words[s][n][1];
@@ -218,9 +218,21 @@ struct GemvBatch {
                         multiply_operand<S>(low[n], a, mine ? c ? l.z : l.x : 0, mine ? c ? l.w : l.y : 0);
                     }
                     if (SLOT == 64 && c == 0) continue;
-                    const GroupMeta<S>& m = meta[SLOT == 64 ? s : (2 * s + c) * S::PER_ZERO + part];
+                    const GroupMeta<S>& m = meta[SLOT == 64 ? s : (2 * s + c) * S::PARTS + part];
 #pragma unroll
-                    for (int n = 0; n < NB; n++) add_scaled(y[n], high[n], low[n], m, x.scale[s][n], x.sum[s][n][SLOT != 64 ? c : 0], part == 0);
+                    for (int n = 0; n < NB; n++) {
+                        const float2 x_scale = x.scale[s][n];
+                        float2 x_sum = x.sum[s][n][SLOT != 64 ? c : 0];
+                        if (S::SUMS) {   // of the part's inputs
+                            const uint4 h = x.words[s][n][0], l = x.words[s][n][1];
+                            int total_high[4] = {}, total_low[4] = {};
+                            multiply_ones(total_high, mine ? c ? h.z : h.x : 0, mine ? c ? h.w : h.y : 0);
+                            multiply_ones(total_low, mine ? c ? l.z : l.x : 0, mine ? c ? l.w : l.y : 0);
+                            x_sum.x = float(total_high[0] * 256 + total_low[0]) * x_scale.x;
+                            x_sum.y = float(total_high[1] * 256 + total_low[1]) * x_scale.y;
+                        }
+                        add_scaled(y[n], high[n], low[n], m, x_scale, x_sum, S::SUMS || part == 0);
+                    }
                 }
             }
         }
@@ -253,21 +265,19 @@ struct GemvBatch {
         if (stage_read) request();
         stage_read = true;
         if (BULK && then_piece >= 0) request_piece(then_piece);
-        Unit<BITS> codes[4];
+        Unit<S> codes[4];
+        LevelTables<S> levels;
         GroupMeta<S> meta[PARTS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint4* const unit = from + i * (S::UNIT / 16);
-            codes[i].words = unit[lane];
-            codes[i].load_upper(reinterpret_cast<const uint32_t*>(unit) + codes[i].AT / 4 + lane * codes[i].WIDTH);
-        }
+        for (int i = 0; i < 4; i++) codes[i].load(from + i * (S::UNIT / 16), lane);
+        levels.load(reinterpret_cast<const uint8_t*>(from + S::STAGE / 16));
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
             const int at = piece % STAGES * PARTS + i;
             meta[i].load(reinterpret_cast<const uint8_t*>(from + S::STAGE / 16), p.groups, SLOT != 64 ? at : at * p.groups >> 2, g);
         }
         if constexpr (BITS == 16) multiply_halves(y, codes, x);
-        else multiply_codes(y, codes, meta, x);
+        else multiply_codes(y, codes, levels, meta, x);
     }
 
     // Meets the warps that share tiles.

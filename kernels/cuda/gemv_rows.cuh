@@ -74,12 +74,14 @@ struct RowsProduct {
     // Adds the products of a stage of a record and columns at `x`, those of further groups `group` bytes on. `half`:
     // which of the record's stages it is, of 8 bits.
     DEVICE void add(uint32_t codes, uint32_t meta, uint32_t x, uint32_t group, int groups, int half) {
-        Unit<BITS> u[4];
+        Unit<S> u[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u[i].words = load_shared_16(codes + i * S::UNIT + lane * 16);
-            u[i].load_upper_shared(codes + i * S::UNIT + Unit<BITS>::AT + lane * (Unit<BITS>::WIDTH * 4));
+            const uint32_t unit = codes + i * S::UNIT;
+            u[i].load_shared(unit + lane * Unit<S>::LANE, unit + Unit<S>::AT + lane * (Unit<S>::WIDTH * 4));
         }
+        LevelTables<S> levels;
+        levels.load_shared(meta);
         GroupMeta<S> of[PARTS];
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
@@ -114,25 +116,33 @@ struct RowsProduct {
                 if (SLOT != 64) sum[q][0].x -= sum[q][1].x, sum[q][0].y -= sum[q][1].y;
             }
             int d[GROUPS][ROWS / 4][4] = {};
+            auto combined = [](const int (&d)[ROWS / 4][4], int i) {   // high and low digits of output i
+                return ROWS == 8 ? d[0][i] * 256 + d[ROWS / 4 - 1][i] : d[0][2 * i] * 256 + d[0][2 * i + 1];
+            };
 #pragma unroll
             for (int c = 0; c < 2; c++) {
+                int totals[GROUPS][ROWS / 4][4] = {};   // of both parts, where `S::SUMS`
                 uint32_t a[4];
-                if constexpr (BITS < 8) {
-                    chunk_operand<S>(a, u[s], c);
+                if constexpr (S::ORDER == 4) {
+                    chunk_operand<S>(a, u[s], levels, c);
                 } else {
                     const uint4 v = u[2 * s + c].words;
                     a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
                 }
 #pragma unroll
-                for (int part = 0; part < S::PER_ZERO; part++) {   // of the chunk, of one scale
-                    const bool mine = S::PER_ZERO == 1 || t / 2 == part;
+                for (int part = 0; part < S::PARTS; part++) {   // of the chunk, of one scale
+                    const bool mine = S::PARTS == 1 || t / 2 == part;
 #pragma unroll
                     for (int q = 0; q < GROUPS; q++)
 #pragma unroll
-                        for (int i = 0; i < ROWS / 4; i++)
-                            multiply_operand<S>(d[q][i], a, mine ? c ? b[q][i].z : b[q][i].x : 0, mine ? c ? b[q][i].w : b[q][i].y : 0);
+                        for (int i = 0; i < ROWS / 4; i++) {
+                            const uint32_t b0 = mine ? c ? b[q][i].z : b[q][i].x : 0, b1 = mine ? c ? b[q][i].w : b[q][i].y : 0;
+                            multiply_operand<S>(d[q][i], a, b0, b1);
+                            if (S::SUMS && part == 0)
+                                multiply_halves_of_ones(totals[q][i], t, c ? b[q][i].z : b[q][i].x, c ? b[q][i].w : b[q][i].y);
+                        }
                     if (SLOT == 64 && c == 0) continue;
-                    const GroupMeta<S>& m = of[SLOT == 64 ? s : (2 * s + c) * S::PER_ZERO + part];
+                    const GroupMeta<S>& m = of[SLOT == 64 ? s : (2 * s + c) * S::PARTS + part];
                     const float2 scale = m.scales(), zero = m.zeros();
 #pragma unroll
                     for (int q = 0; q < GROUPS; q++) {
@@ -140,13 +150,12 @@ struct RowsProduct {
 #pragma unroll
                         for (int i = 0; i < OUT; i++) {
                             const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
-                            const int high = ROWS == 8 ? d[q][0][i] : d[q][0][2 * upper];
-                            const int low = ROWS == 8 ? d[q][ROWS / 4 - 1][i] : d[q][0][2 * upper + 1];
-                            const int v = high * 256 + low;
-                            const float x = (second ? xs[q].y : xs[q].x) * OPERAND_UNIT<S>, total = second ? of_sum.y : of_sum.x;
+                            const int v = combined(d[q], i);
+                            const float unit = second ? xs[q].y : xs[q].x, x = unit * OPERAND_UNIT<S>;
+                            const float total = S::SUMS ? unit * float(combined(totals[q], ROWS == 8 ? 2 * part + i % 2 : part)) : second ? of_sum.y : of_sum.x;
                             const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
                             float& to = y[q * OUT + i];
-                            if (S::ZERO == OFFSET && part == 0)
+                            if (S::ZERO == OFFSET && (S::SUMS || part == 0))
                                 to += fmaf(sc, float(v) * x, z * total);
                             else if (S::ZERO == OFFSET || S::CENTRED)
                                 to = fmaf(sc, float(v) * x, to);

@@ -81,7 +81,7 @@ struct SlotDigits {
 // Adds to `y`, of rows g and g + 8, the products of records of scheme S and digits.
 //
 // This one: INT4 codes with a scale for 64 inputs or more, and paired digits.
-template <class S, bool PAIRED = !S::TWO_LEVEL>
+template <class S, bool PAIRED = !S::TWO_LEVEL && !S::TABLE>
 struct Products {
     const MetaAt<S> meta_at;
     const int lane, g, t;
@@ -125,7 +125,7 @@ struct Products {
     }
 };
 
-// Plain digits: codes of 4, 5 and 6 bits, with a scale for 16 inputs or more, in two levels.
+// Plain digits: codes in the order of INT4, with a scale for 16 inputs or more, in two levels or with a table of levels.
 template <class S>
 struct Products<S, false> {
     static constexpr int UNIT = 128 * S::BITS;
@@ -138,18 +138,16 @@ struct Products<S, false> {
     template <class BeforeDigits, class Done>
     DEVICE void add(float (&y)[2], uint32_t codes, uint32_t meta, uint32_t row, BeforeDigits&& digits, Done&& done) {
         constexpr uint32_t SLOTS = offsetof(SpanDigits, slots);
-        Unit<S::BITS> w[4];
+        Unit<S> w[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            w[j].words = load_shared_16(codes + lane * 16 + j * UNIT);
-            w[j].load_upper_shared(codes + Unit<S::BITS>::AT + lane * (Unit<S::BITS>::WIDTH * 4) + j * UNIT);
-        }
+        for (int j = 0; j < 4; j++)
+            w[j].load_shared(codes + lane * Unit<S>::LANE + j * UNIT, codes + Unit<S>::AT + lane * (Unit<S>::WIDTH * 4) + j * UNIT);
         Meta<S> m;
         meta_at.load(m, meta);
         digits();
 #pragma unroll
         for (int half = 0; half < S::PASSES; half++) {
-            int low[4] = {}, high[4] = {};
+            int low[4] = {}, high[4] = {}, totals[4] = {};
             if constexpr (S::SLOT == 16) {
                 // Half g / 2 % 2 of chunk g / 4 of 32 inputs.
                 const uint32_t from = row + (2 * half + g % 2) * 64 + t * 16 + g / 4 * 8;
@@ -157,9 +155,10 @@ struct Products<S, false> {
                 for (int c = 0; c < 2; c++) {
                     load_shared_8_if(x[c], t / 2 == g / 2 % 2 ? g / 4 : 2, c, from);
                     uint32_t a[4];
-                    chunk_operand<S>(a, w[half], c);
+                    chunk_operand<S>(a, w[half], m.levels, c);
                     multiply_operand<S>(low, a, x[c].x, x[c].y);
                 }
+                if (S::SUMS) multiply_ones(totals, x[0].x | x[1].x, x[0].y | x[1].y);
             } else if constexpr (S::SLOT == 64) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) load_shared_16_if(x[j], g / 2, j, row + lane * 16);
@@ -175,8 +174,17 @@ struct Products<S, false> {
                 for (int j = 0; j < 4; j++) load_shared_8_if(x[j], g / 2, j, from);
 #pragma unroll
                 for (int u = 0; u < 2; u++) {
-                    multiply(low, w[2 * half + u], 0, x[2 * u].x, x[2 * u + 1].x);
-                    multiply(S::BITS == 4 ? high : low, w[2 * half + u], 1, x[2 * u].y, x[2 * u + 1].y);
+                    if constexpr (S::TABLE) {
+#pragma unroll
+                        for (int c = 0; c < 2; c++) {
+                            uint32_t a[4];
+                            chunk_operand<S>(a, w[2 * half + u], m.levels, c);
+                            multiply_operand<S>(low, a, x[2 * u + c].x, x[2 * u + c].y);
+                        }
+                    } else {
+                        multiply(low, w[2 * half + u], 0, x[2 * u].x, x[2 * u + 1].x);
+                        multiply(S::BITS == 4 ? high : low, w[2 * half + u], 1, x[2 * u].y, x[2 * u + 1].y);
+                    }
                 }
             }
             if (half == S::PASSES - 1) done();
@@ -186,13 +194,16 @@ struct Products<S, false> {
                 const float unit = slot.x * OPERAND_UNIT<S>;
                 y[0] = fmaf(sc.x, unit * value(low, high, 0), y[0]);
                 y[1] = fmaf(sc.y, unit * value(low, high, 1), y[1]);
-                if constexpr (S::ZERO == OFFSET) {   // of 32 inputs
-                    const float sum = t % 2 ? 0.f : t / 2 ? slot.w : slot.y;
+                if constexpr (S::ZERO == OFFSET) {   // of 16 inputs, or of 32
+                    const float sum = S::SUMS ? slot.x * value(totals, high, 0) : t % 2 ? 0.f : t / 2 ? slot.w : slot.y;
                     y[0] = fmaf(z.x, sum, y[0]), y[1] = fmaf(z.y, sum, y[1]);
                 }
             } else {
                 const float sum = S::SLOT == 64 ? slot.y + slot.w : t % 2 ? slot.w : slot.y;
-                if constexpr (S::ZERO == OFFSET) {
+                if constexpr (S::TABLE) {
+                    y[0] = fmaf(sc.x, slot.x * value(low, high, 0), y[0]);
+                    y[1] = fmaf(sc.y, slot.x * value(low, high, 1), y[1]);
+                } else if constexpr (S::ZERO == OFFSET) {
                     y[0] += fmaf(sc.x, slot.x * value(low, high, 0), z.x * sum);
                     y[1] += fmaf(sc.y, slot.x * value(low, high, 1), z.y * sum);
                 } else {
@@ -204,7 +215,7 @@ struct Products<S, false> {
     }
 
     // Codes of low (0) or high (1) nibbles: of INT4 the high ones as they stand, 16 times their value.
-    static DEVICE void multiply(int (&sum)[4], const Unit<S::BITS>& w, int upper, uint32_t b0, uint32_t b1) {
+    static DEVICE void multiply(int (&sum)[4], const Unit<S>& w, int upper, uint32_t b0, uint32_t b1) {
         if constexpr (S::BITS == 4) {
             const uint32_t mask = upper ? 0xf0f0f0f0 : 0x0f0f0f0f;
             mma_16832(sum, w.words.x & mask, w.words.y & mask, w.words.z & mask, w.words.w & mask, b0, b1);

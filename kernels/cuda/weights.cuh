@@ -6,26 +6,35 @@
 // and g + 8 and, of each chunk of 32 inputs, inputs 8t .. 8t+7: two products, the first over
 // inputs 8t .. 8t+3, the second over 8t+4 .. 8t+7 of the four lanes t.
 //
+//   int2   1024 B: unit u of 64 inputs is 256 B, 8 B a lane: the codes of word j of int4 in word j / 2, those of the
+//          low nibbles in bits 4 (j % 2) of the bytes, of the high in 4 (j % 2) + 2
+//   int3   1536 B: unit u of 64 inputs is 384 B: 8 B a lane with the lowest two bits, then 4 B a lane with the
+//          third; words of 8 codes j in the order of int4, whose nth nibble of inputs 0,2,1,3,4,6,5,7 has the lowest
+//          bits of word j in bits 2 (j % 2) of nibble n of word j / 2, and the third in bit j of nibble n
 //   int4   2048 B: unit u of 64 inputs is 512 B, 16 B a lane = {row g, row g+8} x 2 chunks;
 //          a word holds inputs 0,1,2,3 in its low and 4,5,6,7 in its high nibbles of bytes
-//          0,2,1,3
+//          0,2,1,3; with a table of levels a word's nibbles are inputs 0,2,1,3,4,6,5,7
 //   int5   2560 B: unit u is 640 B: the lowest four bits as in int4, then 4 B a lane: the fifth
 //          bits, those of the low nibbles of word j in bits 2j of the bytes, of the high in 2j + 1
 //   int6   3072 B: unit u is 768 B: likewise, then 8 B a lane: the upper two bits of chunk c in
 //          word c, those of the low nibbles of row g in bits 0 and 1 of the bytes, of the high in
 //          2 and 3, of row g + 8 in 4 .. 7
-//   int8   4096 B: chunk c is 512 B, 16 B a lane = {g, g+8} inputs 0..3, {g, g+8} inputs 4..7
+//   int8   4096 B: in slots of 16 unit u is 1024 B: likewise, then 16 B a lane: the upper four bits of the low
+//          nibbles of word j in the low nibbles of word j, of the high in the high ones; elsewhere chunk c is 512 B, 16 B a lane = {g, g+8} inputs 0..3, {g, g+8} inputs 4..7
 //   fp16   8192 B: product j is 512 B, 16 B a lane = a0, a1, a2, a3 of `mma_16816`
 //
 // A slot is 64 inputs (32 for groups of 32, 16 for groups of 16): the span of inputs that share a
 // scale and that share one column pair of the right operand, see `gemv.cuh`. Codes in slots of 16
 // count from the midpoint, whether there are offsets or not, and these are those of 32 inputs.
+// Codes with a table stand for signed bytes, which `levels` looks up: of the rows of a tile the first eight
+// and the last eight may be of weights with different tables.
 //
 // Scales and zero-points of record (tile, span), G groups in a span (16, 8, 4, 2; 1 if groups are
 // wider), padded to 16 bytes:
 //   f16 scales    [G][8 g][2]: rows g, g + 8
 //     or, in two levels, f16 [8 g][2] of the rows, then bytes [G][8 g][2] that they are multiplied
 //     by and rounded to f16; of codes that count from the midpoint less 128
+//   the table of rows g and that of rows g + 8, [2][2^bits] bytes, before the scales of groups
 //   int4 zeros    [G][8 g] bytes: low nibble row g, high nibble row g + 8
 //   int5 .. int8  [G][8 g][2] bytes
 //   f16 offsets   [G][8 g][2]
@@ -41,26 +50,30 @@ enum Epilogue { STORE = 0, ADD = 1, SILU = 2, HEAD = 3 };
 
 constexpr int SPAN = 256;
 
-// How weights are packed: bits of a code, `Zero`, inputs of a slot, and whether scales are in two
-// levels.
-template <int BITS_, int ZERO_, int SLOT_, bool TWO_LEVEL_ = false>
+// How weights are packed: bits of a code, `Zero`, inputs of a slot, whether scales are in two
+// levels, and whether codes have a table of levels.
+template <int BITS_, int ZERO_, int SLOT_, bool TWO_LEVEL_ = false, bool TABLE_ = false>
 struct Scheme {
     static constexpr int BITS = BITS_, ZERO = ZERO_, SLOT = SLOT_;
-    static constexpr bool TWO_LEVEL = TWO_LEVEL_;
-    static constexpr int ORDER = BITS < 8 ? 4 : BITS;          // codes lie in the order of those of so many bits
-    static constexpr int STAGES = BITS < 8 ? 1 : BITS / 4;     // a span streams in so many stages
+    static constexpr bool TWO_LEVEL = TWO_LEVEL_, TABLE = TABLE_;
+    static constexpr int ORDER = BITS < 8 || SLOT == 16 ? 4 : BITS;   // codes lie in the order of those of so many bits
+    static constexpr int STAGES = ORDER / 4;                   // a span streams in so many stages
     static constexpr int STAGE = SPAN * 2 * BITS / STAGES;     // bytes of codes
     static constexpr int UNIT = STAGE / 4;                     // four of them
-    static constexpr bool CENTRED = SLOT == 16;                // codes count from the midpoint
+    static constexpr bool CENTRED = SLOT == 16 || TABLE;       // operands are signed: codes less the midpoint, or levels
     static constexpr int PASSES = 64 / SLOT;                   // each over four slots of a span
-    // Bytes of a record's scales and offsets of rows; of the scales and zero-points of a group's two rows.
-    static constexpr int ROWS = !TWO_LEVEL ? 0 : ZERO == OFFSET ? 64 : 32;
+    // Bytes of a record's scales and offsets of rows, and behind these, where they end, of tables; of the scales and
+    // zero-points of a group's two rows.
+    static constexpr int TABLES_AT = !TWO_LEVEL ? 0 : ZERO == OFFSET ? 64 : 32;
+    static constexpr int ROWS = TABLES_AT + (TABLE ? 2 << BITS : 0);
     static constexpr int SCALE = TWO_LEVEL ? 2 : 4;
     static constexpr int ZERO_BYTES = ZERO == OFFSET ? (TWO_LEVEL ? 2 : 4) : BITS == 4 ? 1 : 2;
-    static constexpr int PER_ZERO = SLOT == 16 ? 2 : 1;        // groups of scales
+    static constexpr int PARTS = SLOT == 16 ? 2 : 1;           // of a chunk of 32 inputs: those of one scale
+    static constexpr int PER_ZERO = SLOT == 16 && BITS == 6 ? 2 : 1;   // groups of scales
+    static constexpr bool SUMS = ZERO == OFFSET && SLOT == 16 && PER_ZERO == 1;   // of 16 inputs are wanted for offsets
     // Most bytes of scales and zero-points of one record.
     static constexpr int META = BITS == 16 ? 0 : ROWS + SPAN / SLOT * 8 * (SCALE + (ZERO == SYM ? 0 : ZERO_BYTES / PER_ZERO));
-    static constexpr int MIDDLE = 1 << (BITS - 1);             // the zero-point of symmetric weights
+    static constexpr int MIDDLE = TABLE ? 128 : BITS == 2 ? 0 : 1 << (BITS - 1);   // the zero-point of symmetric weights
 };
 
 using int4_sym_64 = Scheme<4, SYM, 64>;
@@ -82,21 +95,31 @@ using int6_sym_64_scales8 = Scheme<6, SYM, 64, true>;
 using int6_sym_32_scales8 = Scheme<6, SYM, 32, true>;
 using int4_offset_32_scales8 = Scheme<4, OFFSET, 32, true>;
 using int5_offset_32_scales8 = Scheme<5, OFFSET, 32, true>;
-using int4_sym_16_scales8 = Scheme<4, SYM, 16, true>;
 using int6_sym_16_scales8 = Scheme<6, SYM, 16, true>;
 using int6_offset_16_scales8 = Scheme<6, OFFSET, 16, true>;
+using levels3_16_scales8 = Scheme<3, SYM, 16, true, true>;
+using levels4_32_scales8 = Scheme<4, SYM, 32, true, true>;
+using levels4_16 = Scheme<4, SYM, 16, false, true>;
+using int2_offset_16_scales8 = Scheme<2, OFFSET, 16, true>;
+using int8_offset_16_scales8 = Scheme<8, OFFSET, 16, true>;
 using fp16 = Scheme<16, SYM, 64>;
 
-// Calls `run` with the scheme of this number among those of GGUF's blocks of 256, which are instances together: of Q4_K; Q5_K;
-// Q3_K; Q6_K; and of parts of several of these.
+// Calls `run` with the scheme of this number among those of GGUF's blocks, which are instances together: of Q4_K; Q5_K;
+// Q3_K, IQ2 and IQ1; Q6_K; parts of several K types; IQ4_XS and IQ3; levels with any f16 as scale (IQ4_NL, FP4); Q2_K;
+// and parts of any of these with scales in two levels.
+constexpr int BLOCK_SCHEMES = 9;
 template <class Run>
 DEVICE void with_block_scheme(int number, Run&& run) {
     switch (number) {
     case 0: return run(int4_offset_32_scales8());
     case 1: return run(int5_offset_32_scales8());
-    case 2: return run(int4_sym_16_scales8());
+    case 2: return run(levels3_16_scales8());
     case 3: return run(int6_sym_16_scales8());
-    default: return run(int6_offset_16_scales8());
+    case 4: return run(int6_offset_16_scales8());
+    case 5: return run(levels4_32_scales8());
+    case 6: return run(levels4_16());
+    case 7: return run(int2_offset_16_scales8());
+    default: return run(int8_offset_16_scales8());
     }
 }
 
@@ -120,83 +143,161 @@ DEVICE void with_block_scheme(int number, Run&& run) {
     KERNELS(int6_sym_64_scales8) \
     KERNELS(int6_sym_32_scales8)
 
-// What a lane has of a unit: 16 bytes, and of codes of 5 and 6 bits words of the bits above four.
+// Words of what a lane has of a unit above the first four bits (of codes of 3 bits: above two).
 template <int WIDTH>
 struct UpperBits {
     uint32_t upper[WIDTH];
 };
 template <>
 struct UpperBits<0> {};
-template <int BITS>
-struct Unit : UpperBits<BITS == 5 || BITS == 6 ? BITS - 4 : 0> {
-    static constexpr int WIDTH = BITS == 5 || BITS == 6 ? BITS - 4 : 0;   // of upper bits, and their words
-    static constexpr int AT = 512;                                        // their place in a unit
-    uint4 words;
+template <class S>
+constexpr int UPPER_BITS = S::BITS == 3 ? 1 : S::ORDER == 4 && S::BITS > 4 ? S::BITS - 4 : 0;
+template <class S>
+struct Unit : UpperBits<UPPER_BITS<S>> {
+    static constexpr int BITS = S::BITS, WIDTH = UPPER_BITS<S>;   // WIDTH: of upper bits, and their words
+    static constexpr int LANE = BITS < 4 ? 8 : 16;    // bytes of a lane
+    static constexpr int AT = 32 * LANE;              // place of the upper bits in a unit
+    std::conditional_t<BITS < 4, uint2, uint4> words;
 
-    DEVICE void load_upper(const void* from) {
-        if constexpr (WIDTH == 1) this->upper[0] = *static_cast<const uint32_t*>(from);
-        if constexpr (WIDTH == 2) {
-            const uint2 v = *static_cast<const uint2*>(from);
-            this->upper[0] = v.x, this->upper[1] = v.y;
-        }
+    // From the unit at `from`.
+    DEVICE void load(const void* from, int lane) {
+        const uint8_t* const unit = static_cast<const uint8_t*>(from);
+        words = reinterpret_cast<const decltype(words)*>(unit)[lane];
+        if constexpr (WIDTH == 1) this->upper[0] = reinterpret_cast<const uint32_t*>(unit + AT)[lane];
+        if constexpr (WIDTH == 2) set_upper(reinterpret_cast<const uint2*>(unit + AT)[lane]);
+        if constexpr (WIDTH == 4) set_upper(reinterpret_cast<const uint4*>(unit + AT)[lane]);
     }
-    DEVICE void load_upper_shared(uint32_t from) {
-        if constexpr (WIDTH == 1) this->upper[0] = load_shared_4(from);
-        if constexpr (WIDTH == 2) {
-            const uint2 v = load_shared_8(from);
-            this->upper[0] = v.x, this->upper[1] = v.y;
-        }
+    // By an address in shared memory: `from` that of this lane's words, `upper` that of its upper bits.
+    DEVICE void load_shared(uint32_t from, uint32_t upper) {
+        if constexpr (BITS < 4) words = load_shared_8(from);
+        else words = load_shared_16(from);
+        if constexpr (WIDTH == 1) this->upper[0] = load_shared_4(upper);
+        if constexpr (WIDTH == 2) set_upper(load_shared_8(upper));
+        if constexpr (WIDTH == 4) set_upper(load_shared_16(upper));
     }
-    DEVICE void load_upper_stream(const uint8_t* from) {
-        if constexpr (WIDTH == 1) this->upper[0] = load_stream_4(from);
-        if constexpr (WIDTH == 2) {
-            const uint2 v = load_stream_8(from);
-            this->upper[0] = v.x, this->upper[1] = v.y;
-        }
+    DEVICE void load_stream(const uint8_t* unit, int lane) {
+        if constexpr (BITS < 4) words = load_stream_8(unit + lane * LANE);
+        else words = ::load_stream(unit + lane * LANE);
+        if constexpr (WIDTH == 1) this->upper[0] = load_stream_4(unit + AT + lane * 4);
+        if constexpr (WIDTH == 2) set_upper(load_stream_8(unit + AT + lane * 8));
+        if constexpr (WIDTH == 4) set_upper(::load_stream(unit + AT + lane * 16));
+    }
+    DEVICE void set_upper(const uint2& v) {
+        if constexpr (WIDTH == 2) this->upper[0] = v.x, this->upper[1] = v.y;
+    }
+    DEVICE void set_upper(const uint4& v) {
+        if constexpr (WIDTH == 4) this->upper[0] = v.x, this->upper[1] = v.y, this->upper[2] = v.z, this->upper[3] = v.w;
     }
 
-    // Of codes below 8 bits, four as bytes: those of the low (0) or high (1) nibbles of word j.
+    // Word j of eight codes of 4 bits or more: the lowest four bits of each.
+    DEVICE uint32_t word(int j) const {
+        if constexpr (BITS < 4) return 0;
+        else return j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
+    }
+    // Four codes as bytes, not of 3 bits: those of the low (0) or high (1) nibbles of word j.
     DEVICE uint32_t bytes(int j, int high) const {
-        const uint32_t word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
-        const uint32_t low = (high ? word >> 4 : word) & 0x0f0f0f0f;
+        if constexpr (BITS == 2) return (j / 2 ? words.y : words.x) >> (j % 2 * 4 + high * 2) & 0x03030303;
+        const uint32_t low = (high ? word(j) >> 4 : word(j)) & 0x0f0f0f0f;
         if constexpr (WIDTH == 0) return low;
         else {
             constexpr int PER_BYTE = 8 / WIDTH;
+            constexpr uint32_t MASK = WIDTH == 1 ? 0x10101010 : WIDTH == 2 ? 0x30303030 : 0xf0f0f0f0;
             const int n = 2 * j + high, shift = 4 - n % PER_BYTE * WIDTH;
             const uint32_t of = this->upper[n / PER_BYTE];
-            return ((shift < 0 ? of >> -shift : of << shift) & (WIDTH == 1 ? 0x10101010 : 0x30303030)) | low;
+            return ((shift < 0 ? of >> -shift : of << shift) & MASK) | low;
         }
     }
-    // As `bytes`, of 4 and 6 bits: signed, 16 or 4 times what a code is more than the midpoint.
+    // As `bytes`, of 4, 6 and 8 bits: signed, 16, 4 or 1 times what a code is more than the midpoint. Of 2 bits as they are.
     DEVICE uint32_t signed_bytes(int j, int high) const {
-        const uint32_t word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
         if constexpr (BITS == 4) {
-            return (high ? word : word << 4) & 0xf0f0f0f0 ^ 0x80808080;
-        } else {
-            const uint32_t low = (high ? word >> 2 : word << 2) & 0x3c3c3c3c;
+            return (high ? word(j) : word(j) << 4) & 0xf0f0f0f0 ^ 0x80808080;
+        } else if constexpr (BITS == 6) {
+            const uint32_t low = (high ? word(j) >> 2 : word(j) << 2) & 0x3c3c3c3c;
             const int n = 2 * j + high;
             return ((this->upper[n / 4] << (6 - n % 4 * 2) & 0xc0c0c0c0) | low) ^ 0x80808080;
+        } else {
+            return BITS == 2 ? bytes(j, high) : bytes(j, high) ^ 0x80808080;
+        }
+    }
+    // Word j of eight codes that index a table, a nibble each: of 3 bits put together.
+    DEVICE uint32_t indices(int j) const {
+        if constexpr (BITS == 3) {
+            const uint32_t low = (j / 2 ? words.y : words.x) >> j % 2 * 2, third = j < 2 ? this->upper[0] << (2 - j) : this->upper[0] >> (j - 2);
+            return low & 0x33333333 | third & 0x44444444;
+        } else {
+            return word(j);
         }
     }
 };
 
-// The left operand of chunk c of a unit, of 32 inputs: codes, and where they count from the midpoint a multiple of them.
+// The tables of rows g and g + 8.
+template <class S, bool TABLE = S::TABLE>
+struct LevelTables {
+    DEVICE void load(const uint8_t*) {}
+    DEVICE void load_shared(uint32_t) {}
+    DEVICE uint32_t bytes(const Unit<S>& unit, int j, int high) const { return unit.signed_bytes(j, high); }
+};
 template <class S>
-DEVICE void chunk_operand(uint32_t (&a)[4], const Unit<S::BITS>& unit, int c) {
+struct LevelTables<S, true> {
+    static constexpr int WORDS = (2 << S::BITS) / 4;
+    uint32_t tables[WORDS];
+
+    // From a record.
+    DEVICE void load(const uint8_t* record) {
+#pragma unroll
+        for (int i = 0; i < WORDS / 4; i++) set(i, reinterpret_cast<const uint4*>(record + S::TABLES_AT)[i]);
+    }
+    // By its address in shared memory.
+    DEVICE void load_shared(uint32_t record) {
+#pragma unroll
+        for (int i = 0; i < WORDS / 4; i++) set(i, load_shared_16(record + S::TABLES_AT + i * 16));
+    }
+    DEVICE void set(int i, const uint4& v) { tables[4 * i] = v.x, tables[4 * i + 1] = v.y, tables[4 * i + 2] = v.z, tables[4 * i + 3] = v.w; }
+
+    // The levels of four codes of a unit, in the order of `Unit::bytes`.
+    DEVICE uint32_t bytes(const Unit<S>& unit, int j, int high) const {
+        const uint32_t* const table = tables + j % 2 * (WORDS / 2);
+        const uint32_t word = unit.indices(j);
+        if constexpr (S::BITS == 3) {
+            return permute(table[0], table[1], high ? word >> 16 : word);
+        } else {
+            // The three lower bits choose in both halves of the table, the fourth which of the two.
+            const uint32_t within = word & 0x77777777, half = word >> 1 & 0x44444444 | 0x32103210;
+            const uint32_t at = high ? within >> 16 : within;
+            return permute(permute(table[0], table[1], at), permute(table[2], table[3], at), high ? half >> 16 : half);
+        }
+    }
+};
+
+// The left operand of chunk c of a unit, of 32 inputs: codes, and where operands are signed levels, or a multiple of what
+// codes are more than the midpoint.
+template <class S>
+DEVICE void chunk_operand(uint32_t (&a)[4], const Unit<S>& unit, const LevelTables<S>& levels, int c) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if constexpr (S::CENTRED) a[i] = unit.signed_bytes(2 * c + i % 2, i / 2);
+        if constexpr (S::CENTRED) a[i] = levels.bytes(unit, 2 * c + i % 2, i / 2);
         else a[i] = unit.bytes(2 * c + i % 2, i / 2);
     }
 }
 template <class S>
-constexpr float OPERAND_UNIT = S::CENTRED ? 1.f / (256 >> S::BITS) : 1.f;
+constexpr float OPERAND_UNIT = S::CENTRED && !S::TABLE && S::BITS > 2 ? 1.f / (256 >> S::BITS) : 1.f;
 
 // Adds the product of such an operand.
 template <class S>
 DEVICE void multiply_operand(int (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (S::CENTRED) mma_signed_16832(sums, a[0], a[1], a[2], a[3], b0, b1);
     else mma_16832(sums, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+// Adds the sums of the right operand.
+DEVICE void multiply_ones(int (&sums)[4], uint32_t b0, uint32_t b1) {
+    constexpr uint32_t ONES = 0x01010101;
+    mma_signed_16832(sums, ONES, ONES, ONES, ONES, b0, b1);
+}
+// The same, apart: those of lanes t < 2 to rows g, of the others to rows g + 8.
+DEVICE void multiply_halves_of_ones(int (&sums)[4], int t, uint32_t b0, uint32_t b1) {
+    const uint32_t first = t < 2 ? 0x01010101 : 0, second = t < 2 ? 0 : 0x01010101;
+    mma_signed_16832(sums, first, second, first, second, b0, b1);
 }
 
 // The scales of rows g and g + 8, as two f16 in one word: those of the rows times two bytes,
@@ -228,7 +329,7 @@ struct GroupMeta {
         if constexpr (S::TWO_LEVEL)
             scale = scale_products<SIGNED>(reinterpret_cast<const uint32_t*>(record)[g], reinterpret_cast<const uint16_t*>(record + S::ROWS)[at]);
         else
-            scale = reinterpret_cast<const uint32_t*>(record)[at];
+            scale = reinterpret_cast<const uint32_t*>(record + S::ROWS)[at];
     }
     DEVICE void load_zero(const uint8_t* record, int groups, int group, int g) {
         const int at = group / S::PER_ZERO * 8 + g;
@@ -272,11 +373,13 @@ template <class S>
 struct Meta {
     static constexpr int N = S::PASSES;
     GroupMeta<S> of[N];
+    LevelTables<S> levels;
 
     // From a record.
     DEVICE void load(const uint8_t* record, int groups, int g, int t) {
 #pragma unroll
         for (int i = 0; i < N; i++) of[i].load(record, groups, N > 1 ? t + 4 * i : t * groups >> 2, g);
+        levels.load(record);
     }
 
     DEVICE float2 scales(int i) const { return of[i].scales(); }
@@ -304,6 +407,7 @@ struct MetaAt {
                 to.of[i].load_scale_shared(record + scale + i * SECOND * S::SCALE, record + rows);
                 to.of[i].load_zero_shared(record + zero + i * (SECOND / S::PER_ZERO) * S::ZERO_BYTES, record + rows);
             }
+            to.levels.load_shared(record);
         }
     }
 };
@@ -317,7 +421,8 @@ struct PackedWeight {
     int spans;
     int bits;
     int16_t zero;     // Zero
-    int16_t two_level;
+    uint8_t two_level;
+    uint8_t table;    // of levels
     int groups;       // of a span
     int meta_bytes;   // of a record
     float scale;      // of 16-bit weights
@@ -333,12 +438,20 @@ DEVICE float element(const PackedWeight& w, int row, int k) {
         const __half* h = reinterpret_cast<const __half*>(codes + ((2 * c + i / 4) * 32 + lane) * 16);
         return __half2float(h[i % 4 / 2 * 4 + upper * 2 + i % 2]) * w.scale;
     }
+    const int j = c % 2 * 2 + upper, byte = i % 2 * 2 + i % 4 / 2, nibble = i / 4 * 4 + byte;
+    const uint8_t* unit = codes + c / 2 * (w.bits * 128);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(unit);
     float q;
-    if (w.bits == 8) {
+    if (w.bits == 8 && w.groups < 16) {
         q = codes[(c * 32 + lane) * 16 + i / 4 * 8 + upper * 4 + i % 4];
+    } else if (w.bits == 2) {
+        q = unit[lane * 8 + j / 2 * 4 + byte] >> (j % 2 * 4 + i / 4 * 2) & 3;
+    } else if (w.bits == 3) {
+        q = (words[lane * 2 + j / 2] >> (4 * nibble + j % 2 * 2) & 3) + (words[64 + lane] >> (4 * nibble + j) & 1) * 4;
+    } else if (w.table) {
+        q = words[lane * 4 + j] >> 4 * nibble & 15;
     } else {
-        const uint8_t* unit = codes + c / 2 * (w.bits * 128);
-        const int j = c % 2 * 2 + upper, byte = i % 2 * 2 + i % 4 / 2, width = w.bits - 4;
+        const int width = w.bits - 4;
         q = unit[lane * 16 + j * 4 + byte] >> (i / 4 * 4) & 15;
         if (width > 0) {
             const int bit = (2 * j + i / 4) * width;   // of the bytes `byte` of the words
@@ -349,17 +462,22 @@ DEVICE float element(const PackedWeight& w, int row, int k) {
     const int at = (k % SPAN * w.groups / SPAN) * 8 + g;
     const bool centred = w.groups == 16;
     const __half* halves = reinterpret_cast<const __half*>(meta);
-    float s = __half2float(halves[(w.two_level ? g : at) * 2 + upper]);
+    if (w.two_level) meta += w.zero == OFFSET ? 64 : 32;
+    const int8_t* const levels = reinterpret_cast<const int8_t*>(meta) + (upper << w.bits);
+    if (w.table) meta += 2 << w.bits;
+    float s;
     if (w.two_level) {
-        meta += w.zero == OFFSET ? 64 : 32;
-        const float product = s * float(meta[at * 2 + upper] - (w.zero == SYM || centred ? 128 : 0));   // exact
+        const float product = __half2float(halves[g * 2 + upper]) * float(meta[at * 2 + upper] - (w.zero == SYM || centred ? 128 : 0));   // exact
         s = __half2float(__float2half_rn(product));
+    } else {
+        s = __half2float(reinterpret_cast<const __half*>(meta)[at * 2 + upper]);
     }
+    if (w.table) return s * float(levels[int(q)]);
     const uint8_t* z = meta + w.groups * (w.two_level ? 16 : 32);
     if (w.zero == OFFSET && w.two_level) {
-        const int byte = z[(centred ? at / 16 * 8 + g : at) * 2 + upper];
+        const int byte = z[(centred && w.bits == 6 ? at / 16 * 8 + g : at) * 2 + upper];
         const float o = __half2float(__float2half_rn(__half2float(halves[16 + g * 2 + upper]) * float(byte)));
-        return fmaf(s, centred ? q - float(1 << w.bits - 1) : q, o);
+        return fmaf(s, centred && w.bits > 2 ? q - float(1 << w.bits - 1) : q, o);
     }
     if (w.zero == OFFSET) return fmaf(s, q, __half2float(reinterpret_cast<const __half*>(z)[at * 2 + upper]));
     if (w.zero == SYM) return s * (q - float(1 << w.bits - 1));

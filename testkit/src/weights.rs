@@ -126,7 +126,8 @@ pub fn two_level(groups: &[Group]) -> Vec<AffineScheme> {
     groups.iter().flat_map(schemes).collect()
 }
 
-/// Schemes of GGUF's blocks of 256 with scales in two levels, Q4_K, Q6_K, Q5_K and Q3_K.
+/// Schemes of GGUF's blocks that GPUs hold in kinds of their own: Q4_K, Q6_K, Q5_K, Q3_K, IQ4_XS, IQ2_XXS, NVFP4 and
+/// Q2_K.
 pub fn blocks() -> Vec<AffineScheme> {
     let scheme = |bits, group, zeros, of_scales| {
         let span = Group::Size(256);
@@ -143,6 +144,10 @@ pub fn blocks() -> Vec<AffineScheme> {
         scheme(Bits::B6, 16, Zeros::None, Bits::B8),
         scheme(Bits::B5, 32, Zeros::Offset, Bits::B6),
         scheme(Bits::B3, 16, Zeros::None, Bits::B8),
+        scheme(Bits::B4, 32, Zeros::None, Bits::B8).with_table(),
+        scheme(Bits::B3, 32, Zeros::None, Bits::B8).with_table(),
+        AffineScheme::new(Bits::B4, Group::Size(16), Zeros::None).with_table(),
+        scheme(Bits::B2, 16, Zeros::Offset, Bits::B6),
     ]
 }
 

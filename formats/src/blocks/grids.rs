@@ -8,7 +8,7 @@
 //! number. `grids.bin` holds one bit per possible number, set if the grid has that point; it is
 //! written by `tests/fixtures/gguf/make.py`.
 
-use super::{BlockLayout, crumbs, f16_at, nibbles};
+use super::{BlockLayout, Factors, NarrowCodes, crumbs, f16_at, nibbles};
 use crate::scheme::Bits;
 use half::f16;
 use std::sync::LazyLock;
@@ -84,21 +84,44 @@ fn nibble(bytes: &[u8], g: usize) -> u8 {
     bytes[g / 2] >> (4 * (g % 2)) & 15
 }
 
+/// The values of IQ2's codes.
+const IQ2_LEVELS: [i8; 6] = [-43, -25, -8, 8, 25, 43];
+/// The values of IQ3_XXS's codes.
+const IQ3_XXS_LEVELS: [i8; 16] = with_signs(IQ3_XXS_VALUES);
+/// The values of IQ3_S's codes.
+const IQ3_S_LEVELS: [i8; 16] = with_signs(IQ3_S_VALUES);
+/// The values of IQ1's codes, in eighths.
+const IQ1_LEVELS: [i8; 6] = [-9, -7, -1, 1, 7, 9];
+/// The values of FP4's codes times two.
+const FP4_LEVELS: [i8; 15] = [-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12];
+
+/// These values and their negatives, in ascending order.
+const fn with_signs(values: [i8; 8]) -> [i8; 16] {
+    let (mut all, mut i) = ([0; 16], 0);
+    while i < 8 {
+        (all[7 - i], all[8 + i]) = (-values[i], values[i]);
+        i += 1;
+    }
+    all
+}
+
 /// Layout with 8-bit codes for small integers times one scale per `group`.
-const fn of_points(group: u32, unpack: super::Unpack) -> BlockLayout {
+const fn of_points(group: u32, narrow: Option<NarrowCodes>, unpack: super::Unpack) -> BlockLayout {
     BlockLayout {
         bits: Bits::B8,
         group,
         offsets: false,
         plain_scales: false,
-        factors: None,
+        narrow,
         unpack,
     }
 }
 
+const IQ2: Option<NarrowCodes> = NarrowCodes::table(Bits::B3, &IQ2_LEVELS, 0.125);
+
 /// f16 d, then for each 32: 4 bytes that index points of 8, and 32 bits of four times 7 signs and
 /// a scale of 4 bits; `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_XXS: BlockLayout = of_points(32, |block, codes, scales, _| {
+pub(super) const IQ2_XXS: BlockLayout = of_points(32, IQ2, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
         let points = &block[2 + 8 * g..][..4];
@@ -113,7 +136,7 @@ pub(super) const IQ2_XXS: BlockLayout = of_points(32, |block, codes, scales, _| 
 
 /// f16 d, 32 words of a point's index (9 bits) and 7 signs, 8 bytes of 4-bit scales per 16;
 /// `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_XS: BlockLayout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ2_XS: BlockLayout = of_points(16, IQ2, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, s) in scales.iter_mut().enumerate() {
         *s = d * (0.5 + f32::from(nibble(&block[66..74], g))) * 0.25;
@@ -127,7 +150,7 @@ pub(super) const IQ2_XS: BlockLayout = of_points(16, |block, codes, scales, _| {
 
 /// f16 d, 32 bytes of low bits of points' indices, 32 of signs, 8 of two high bits each, 8 of
 /// 4-bit scales per 16; `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_S: BlockLayout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ2_S: BlockLayout = of_points(16, IQ2, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, s) in scales.iter_mut().enumerate() {
         *s = d * (0.5 + f32::from(nibble(&block[74..82], g))) * 0.25;
@@ -141,32 +164,40 @@ pub(super) const IQ2_S: BlockLayout = of_points(16, |block, codes, scales, _| {
 
 /// f16 d, 64 bytes that index points of 4, then for each 32: 32 bits of four times 7 signs and a
 /// scale of 4 bits; `d * (sc + 1/2) / 2 * value`.
-pub(super) const IQ3_XXS: BlockLayout = of_points(32, |block, codes, scales, _| {
-    let d = f16_at(block, 0);
-    for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
-        let points = &block[2 + 8 * g..][..8];
-        let word = u32_at(block, 66 + 4 * g);
-        *s = d * (0.5 + (word >> 28) as f32) * 0.5;
-        for (k, codes) in codes.chunks_mut(4).enumerate() {
-            let signs = even_signs(word >> (7 * (k / 2))) >> (4 * (k % 2));
-            signed(codes, &IQ3_XXS_GRID[usize::from(points[k])], signs);
+pub(super) const IQ3_XXS: BlockLayout = of_points(
+    32,
+    NarrowCodes::table(Bits::B4, &IQ3_XXS_LEVELS, 0.25),
+    |block, codes, scales, _| {
+        let d = f16_at(block, 0);
+        for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
+            let points = &block[2 + 8 * g..][..8];
+            let word = u32_at(block, 66 + 4 * g);
+            *s = d * (0.5 + (word >> 28) as f32) * 0.5;
+            for (k, codes) in codes.chunks_mut(4).enumerate() {
+                let signs = even_signs(word >> (7 * (k / 2))) >> (4 * (k % 2));
+                signed(codes, &IQ3_XXS_GRID[usize::from(points[k])], signs);
+            }
         }
-    }
-});
+    },
+);
 
 /// f16 d, 64 bytes of low bits of points' indices, 8 of a high bit each, 32 of signs, 4 of 4-bit
 /// scales per 32; `d * (1 + 2 sc) * value`.
-pub(super) const IQ3_S: BlockLayout = of_points(32, |block, codes, scales, _| {
-    let d = f16_at(block, 0);
-    for (g, s) in scales.iter_mut().enumerate() {
-        *s = d * f32::from(1 + 2 * nibble(&block[106..110], g));
-    }
-    for (k, codes) in codes.chunks_mut(4).enumerate() {
-        let high = usize::from(block[66 + k / 8] >> (k % 8) & 1);
-        let point = &IQ3_S_GRID[usize::from(block[2 + k]) | high << 8];
-        signed(codes, point, block[74 + k / 2] >> (4 * (k % 2)));
-    }
-});
+pub(super) const IQ3_S: BlockLayout = of_points(
+    32,
+    NarrowCodes::table(Bits::B4, &IQ3_S_LEVELS, 1.0),
+    |block, codes, scales, _| {
+        let d = f16_at(block, 0);
+        for (g, s) in scales.iter_mut().enumerate() {
+            *s = d * f32::from(1 + 2 * nibble(&block[106..110], g));
+        }
+        for (k, codes) in codes.chunks_mut(4).enumerate() {
+            let high = usize::from(block[66 + k / 8] >> (k % 8) & 1);
+            let point = &IQ3_S_GRID[usize::from(block[2 + k]) | high << 8];
+            signed(codes, point, block[74 + k / 2] >> (4 * (k % 2)));
+        }
+    },
+);
 
 /// Codes of a point of IQ1, in eighths: `value + 1/8`, or `value - 1/8` if `negative`.
 fn shifted(codes: &mut [u8], point: &[i8; 8], negative: bool) {
@@ -178,26 +209,44 @@ fn shifted(codes: &mut [u8], point: &[i8; 8], negative: bool) {
 
 /// f16 d, 32 bytes of low bits of points' indices, then a word for each 32: four times 3 high
 /// bits, a scale of 3 bits, the sign of a shift; `d * (2 sc + 1) * (value +- 1/8)`.
-pub(super) const IQ1_S: BlockLayout = of_points(32, |block, codes, scales, _| {
-    let d = f16_at(block, 0);
-    for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
-        let word = u16_at(block, 34 + 2 * g);
-        *s = d * f32::from(2 * (word >> 12 & 7) + 1) / 8.0;
-        for (k, codes) in codes.chunks_mut(8).enumerate() {
-            let high = usize::from(word >> (3 * k) & 7);
-            let point = &IQ1_GRID[usize::from(block[2 + 4 * g + k]) | high << 8];
-            shifted(codes, point, word >> 15 == 1);
+pub(super) const IQ1_S: BlockLayout = of_points(
+    32,
+    NarrowCodes::table(Bits::B3, &IQ1_LEVELS, 0.125),
+    |block, codes, scales, _| {
+        let d = f16_at(block, 0);
+        for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
+            let word = u16_at(block, 34 + 2 * g);
+            *s = d * f32::from(2 * (word >> 12 & 7) + 1) / 8.0;
+            for (k, codes) in codes.chunks_mut(8).enumerate() {
+                let high = usize::from(word >> (3 * k) & 7);
+                let point = &IQ1_GRID[usize::from(block[2 + 4 * g + k]) | high << 8];
+                shifted(codes, point, word >> 15 == 1);
+            }
         }
-    }
+    },
+);
+
+const IQ1_M_LEVELS: Option<NarrowCodes> = Some(NarrowCodes {
+    width: Bits::B3,
+    values: &IQ1_LEVELS,
+    factors: Some(Factors {
+        of_block: |block| [factor_of_iq1_m(block), f16::ZERO],
+        step: 0.125,
+    }),
 });
+
+/// The f16 in the highest nibbles of the last four words.
+fn factor_of_iq1_m(block: &[u8]) -> f16 {
+    let bits = (0..4).map(|i| (u16_at(block, 48 + 2 * i) >> 12) << (4 * i));
+    f16::from_bits(bits.fold(0, |all, nibble| all | nibble))
+}
 
 /// 32 bytes of low bits of points' indices, 16 of nibbles of three high bits and the sign of a
 /// shift, then four words of four 3-bit scales per 16 and, in their highest nibbles, an f16 d;
 /// `d * (2 sc + 1) * (value +- 1/8)`.
-pub(super) const IQ1_M: BlockLayout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ1_M: BlockLayout = of_points(16, IQ1_M_LEVELS, |block, codes, scales, _| {
     let word = |i: usize| u16_at(block, 48 + 2 * i);
-    let bits = (0..4).map(|i| (word(i) >> 12) << (4 * i));
-    let d = f16::from_bits(bits.fold(0, |all, nibble| all | nibble)).to_f32();
+    let d = factor_of_iq1_m(block).to_f32();
     for (g, s) in scales.iter_mut().enumerate() {
         let scale = word(g / 4) >> (3 * (g % 4)) & 7;
         *s = d * f32::from(2 * scale + 1) / 8.0;
@@ -216,7 +265,7 @@ const fn ternary(unpack: super::Unpack) -> BlockLayout {
         group: 128, // two groups of the same scale: 256 is wider than kernels' groups
         offsets: false,
         plain_scales: true,
-        factors: None,
+        narrow: None,
         unpack,
     }
 }
@@ -264,20 +313,24 @@ fn fp4(bytes: &[u8], codes: &mut [u8]) {
 }
 
 /// 8 bits of exponent, 16 bytes of FP4; `2^(e - 127) * value`, OCP's microscaling format.
-pub(super) const MXFP4: BlockLayout = of_points(32, |block, codes, scales, _| {
-    // Half of the power, since codes are twice the values.
-    scales[0] = match u32::from(block[0]) {
-        e @ 0..2 => f32::from_bits(0x0020_0000 << e), // subnormal
-        e => f32::from_bits((e - 1) << 23),
-    };
-    fp4(&block[1..], codes);
-});
+pub(super) const MXFP4: BlockLayout = of_points(
+    32,
+    NarrowCodes::plain(&FP4_LEVELS),
+    |block, codes, scales, _| {
+        // Half of the power, since codes are twice the values.
+        scales[0] = match u32::from(block[0]) {
+            e @ 0..2 => f32::from_bits(0x0020_0000 << e), // subnormal
+            e => f32::from_bits((e - 1) << 23),
+        };
+        fp4(&block[1..], codes);
+    },
+);
 
 /// Four scales of 8 bits (E4M3 without a sign), for each 16 values 8 bytes of FP4;
 /// `scale * value`.
 pub(super) const NVFP4: BlockLayout = BlockLayout {
     plain_scales: true, // every such float is an f16
-    ..of_points(16, nvfp4)
+    ..of_points(16, NarrowCodes::plain(&FP4_LEVELS), nvfp4)
 };
 
 fn nvfp4(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {

@@ -13,7 +13,7 @@ pub(crate) use grids::FP4_VALUES;
 pub use types::BlockType;
 pub use weight::BlockWeight;
 
-use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, TwoLevel, Zeros};
 use half::f16;
 
 /// Layout of a block type.
@@ -26,26 +26,78 @@ pub struct BlockLayout {
     pub offsets: bool,
     /// True if a group's scale is an f16; false if it is a product that may not fit one.
     pub plain_scales: bool,
-    /// Of scales (and offsets) that are small integers times an f16 of the block.
-    pub factors: Option<Factors>,
+    /// How codes become narrower.
+    pub(crate) narrow: Option<NarrowCodes>,
     /// Unpacks one block: canonical codes (one per element), scales and offsets (one
     /// per group; not written if the type has none).
     pub unpack: Unpack,
 }
 
-/// The f16 of a block that small integers are multiplied by.
+/// How devices hold a type in fewer bits than canonical codes have, with the same values.
 #[derive(Clone, Copy)]
-pub struct Factors {
-    /// Width of the block's codes, centred on its midpoint where there are no offsets.
+pub(crate) struct NarrowCodes {
+    /// Width of codes: those of the block, centred on its midpoint where there are no offsets, or indices of values.
     width: Bits,
-    /// Where the factor of scales is, and that of offsets, in bytes.
-    at: &'static [usize],
+    /// The values that centred codes have, in ascending order; all of the width if there are none here.
+    values: &'static [i8],
+    /// Of scales (and offsets) that are small integers times an f16 of the block.
+    factors: Option<Factors>,
 }
 
-impl Factors {
-    const fn new(width: Bits, at: &'static [usize]) -> Option<Self> {
-        Some(Factors { width, at })
+/// The f16 of a block that small integers are multiplied by.
+#[derive(Clone, Copy)]
+pub(crate) struct Factors {
+    /// The factor of scales and that of minima in a block.
+    of_block: fn(&[u8]) -> [f16; 2],
+    /// Scales are multiples of the factor times this power of two.
+    step: f32,
+}
+
+impl NarrowCodes {
+    /// Codes of `width`, whose factors of scales and of minima stand at these bytes.
+    const fn even(width: Bits, of_block: fn(&[u8]) -> [f16; 2]) -> Option<Self> {
+        let factors = Factors {
+            of_block,
+            step: 1.0,
+        };
+        Some(NarrowCodes {
+            width,
+            values: &[],
+            factors: Some(factors),
+        })
     }
+
+    /// Few `values`; scales are multiples of `step` times the f16 at the block's begin.
+    const fn table(width: Bits, values: &'static [i8], step: f32) -> Option<Self> {
+        let factors = Factors {
+            of_block: |block| half_at(block, 0),
+            step,
+        };
+        Some(NarrowCodes {
+            width,
+            values,
+            factors: Some(factors),
+        })
+    }
+
+    /// Few values; scales are any numbers.
+    const fn plain(values: &'static [i8]) -> Option<Self> {
+        Some(NarrowCodes {
+            width: Bits::B4,
+            values,
+            factors: None,
+        })
+    }
+}
+
+/// The f16 at a byte of a block, of scales, where there are no minima.
+fn half_at(block: &[u8], at: usize) -> [f16; 2] {
+    [f16::from_le_bytes([block[at], block[at + 1]]), f16::ZERO]
+}
+
+/// The f16 of scales and, behind it, that of minima.
+fn halves_at(block: &[u8], at: usize) -> [f16; 2] {
+    [half_at(block, at)[0], half_at(block, at + 2)[0]]
 }
 
 /// `(block, codes, scales, offsets)`.
@@ -63,6 +115,38 @@ impl BlockLayout {
                 Zeros::None
             },
         )
+    }
+
+    /// The scheme of [`BlockWeight::to_levels`], of blocks of so many elements.
+    pub fn narrow_scheme(&self, elements: usize) -> AffineScheme {
+        let Some(narrow) = self.narrow else {
+            return self.scheme();
+        };
+        // Signed where there are no offsets.
+        let bits = match self.offsets {
+            true => Bits::B6,
+            false => Bits::B8,
+        };
+        let span = Group::Size(elements as u32);
+        AffineScheme {
+            bits: narrow.width,
+            scales: match narrow.factors {
+                Some(_) => Scales::TwoLevel(TwoLevel { bits, span }),
+                None => Scales::Half,
+            },
+            levels: match narrow.values {
+                [] => Levels::Even,
+                _ => Levels::Table,
+            },
+            ..self.scheme()
+        }
+    }
+
+    /// Bits of a weight in the fewest that hold the values of blocks of so many elements, as GPUs do.
+    pub fn bits_on_gpu(&self, elements: usize) -> f64 {
+        const ROWS: usize = 1024; // so many that a table of levels hardly counts
+        let bytes = self.narrow_scheme(elements).bytes(ROWS, elements);
+        8.0 * bytes as f64 / (ROWS * elements) as f64
     }
 
     /// Dequantizes one block into `out`, which has its length. `scratch` keeps its buffers from call
@@ -122,7 +206,7 @@ pub(super) const Q4_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
-    factors: None,
+    narrow: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[2..], codes);
@@ -135,7 +219,7 @@ pub(super) const Q4_1: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: true,
-    factors: None,
+    narrow: None,
     unpack: |block, codes, scales, offsets| {
         scales[0] = f16_at(block, 0);
         offsets[0] = f16_at(block, 2);
@@ -156,7 +240,7 @@ pub(super) const Q5_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
-    factors: None,
+    narrow: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[6..], codes);
@@ -171,7 +255,7 @@ pub(super) const Q5_1: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: true,
-    factors: None,
+    narrow: None,
     unpack: |block, codes, scales, offsets| {
         scales[0] = f16_at(block, 0);
         offsets[0] = f16_at(block, 2);
@@ -186,7 +270,7 @@ pub(super) const Q8_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
-    factors: None,
+    narrow: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         for (q, b) in codes.iter_mut().zip(&block[2..]) {
@@ -214,7 +298,7 @@ pub(super) const Q2_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: true,
     plain_scales: false,
-    factors: Factors::new(Bits::B3, &[80, 82]),
+    narrow: NarrowCodes::even(Bits::B2, |block| halves_at(block, 80)),
     unpack: |block, codes, scales, offsets| {
         let (d, dmin) = (f16_at(block, 80), f16_at(block, 82));
         for (g, sm) in block[..16].iter().enumerate() {
@@ -232,7 +316,7 @@ pub(super) const Q3_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: false,
     plain_scales: false,
-    factors: Factors::new(Bits::B3, &[108]),
+    narrow: NarrowCodes::even(Bits::B3, |block| half_at(block, 108)),
     unpack: |block, codes, scales, _| {
         let (high, packed, d) = (&block[..32], &block[96..108], f16_at(block, 108));
         for (g, s) in scales.iter_mut().enumerate() {
@@ -270,7 +354,7 @@ pub(super) const Q4_K: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: false,
-    factors: Factors::new(Bits::B4, &[0, 2]),
+    narrow: NarrowCodes::even(Bits::B4, |block| halves_at(block, 0)),
     unpack: |block, codes, scales, offsets| {
         scales_and_minima(block, scales, offsets);
         for (codes, bytes) in codes.chunks_mut(64).zip(block[16..].chunks(32)) {
@@ -286,7 +370,7 @@ pub(super) const Q5_K: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: false,
-    factors: Factors::new(Bits::B5, &[0, 2]),
+    narrow: NarrowCodes::even(Bits::B5, |block| halves_at(block, 0)),
     unpack: |block, codes, scales, offsets| {
         scales_and_minima(block, scales, offsets);
         let high = &block[16..48];
@@ -306,7 +390,7 @@ pub(super) const Q6_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: false,
     plain_scales: false,
-    factors: Factors::new(Bits::B6, &[208]),
+    narrow: NarrowCodes::even(Bits::B6, |block| half_at(block, 208)),
     unpack: |block, codes, scales, _| {
         let d = f16_at(block, 208);
         for (s, b) in scales.iter_mut().zip(&block[192..208]) {
@@ -340,7 +424,7 @@ pub(super) const IQ4_NL: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
-    factors: None,
+    narrow: NarrowCodes::plain(&IQ4_VALUES),
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[2..], codes);
@@ -355,7 +439,7 @@ pub(super) const IQ4_XS: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: false,
-    factors: None,
+    narrow: NarrowCodes::table(Bits::B4, &IQ4_VALUES, 1.0),
     unpack: |block, codes, scales, _| {
         let d = f16_at(block, 0);
         for (g, s) in scales.iter_mut().enumerate() {

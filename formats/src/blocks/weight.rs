@@ -1,16 +1,17 @@
 //! A weight in GGUF blocks: its exact numbers, and its conversion to a canonical weight.
 
 use super::types::BlockType;
-use super::{BlockBuffers, Factors};
+use super::{BlockBuffers, BlockLayout, NarrowCodes};
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::pack;
-use crate::scheme::{AffineScheme, Bits, Group, Scales, TwoLevel};
+use crate::scheme::{Bits, Scales};
 use crate::weight::{AffineWeight, GroupValues, Parts, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
 use nq_model::{DType, Dims};
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// A quantized weight `[out, in]` in GGUF blocks of an integer type, as stored in a file.
 #[derive(Clone, Debug)]
@@ -156,86 +157,123 @@ impl BlockWeight {
         )
     }
 
-    /// As [`BlockWeight::to_affine`], but scales (and offsets) that are products are kept in two levels where a small
-    /// integer is multiplied by an f16 of the block: their values are the same.
+    /// As [`BlockWeight::to_affine`], in fewer bits: codes as wide as their values need, with a table of these where they
+    /// are few and uneven, and scales (and offsets) in two levels where a small integer is multiplied by an f16 of the
+    /// block. Values are the same, if that f16 times the type's power of two is not below the normal numbers of f16.
     ///
     /// # Errors
     /// As [`BlockWeight::to_affine`].
     pub fn to_levels(&self) -> Result<AffineWeight> {
         let layout = self.kind.layout().expect("checked by new");
-        let Some(Factors { width, at }) = layout.factors else {
+        let Some(narrow) = layout.narrow else {
             return self.to_affine();
         };
+        let width = narrow.width;
         let (rows, cols) = (self.out_features, self.in_features);
         let (block, group) = (self.kind.elements(), layout.group as usize);
         let (groups, blocks, per_block) = (cols / group, cols / block, block / group);
+        let scheme = layout.narrow_scheme(block);
+        let bits = match scheme.scales {
+            Scales::TwoLevel(two) => two.bits,
+            Scales::Half => Bits::B8,
+        };
         // Scales without offsets are signed, and kept with the midpoint added.
-        let (bits, middle) = match layout.offsets {
-            true => (Bits::B6, 0.0),
-            false => (Bits::B8, 128.0),
-        };
-        let shift = match layout.offsets {
-            true => 0,
-            false => layout.bits.midpoint() - width.midpoint(),
-        };
+        let middle = if layout.offsets { 0.0 } else { 128.0 };
+        let index = narrow.indices(layout);
+        let step = narrow.factors.map_or(1.0, |f| f.step);
         let small = || vec![0u8; rows * bits.bytes(groups)];
         let factors = || vec![f16::ZERO; rows * blocks];
         let mut packed = vec![0u8; rows * width.bytes(cols)];
+        let mut halves = vec![f16::ZERO; rows * groups];
         let (mut scales, mut of_scales) = (small(), factors());
         let (mut offsets, mut of_offsets) = (small(), factors());
         (packed.par_chunks_mut(width.bytes(cols)))
+            .zip(halves.par_chunks_mut(groups))
             .zip(scales.par_chunks_mut(bits.bytes(groups)))
             .zip(offsets.par_chunks_mut(bits.bytes(groups)))
             .zip(of_scales.par_chunks_mut(blocks))
             .zip(of_offsets.par_chunks_mut(blocks))
             .enumerate()
             .for_each(
-                |(row, ((((packed, scales), offsets), of_scales), of_offsets))| {
+                |(row, (((((packed, halves), scales), offsets), of_scales), of_offsets))| {
                     let mut codes = vec![0u8; cols];
                     let (mut s, mut o) = (vec![0f32; groups], vec![0f32; groups]);
                     for (b, bytes) in self.row(row).chunks_exact(self.kind.bytes()).enumerate() {
-                        let mut bytes = bytes.to_vec();
-                        let mut factor = |i: usize| {
-                            at.get(i).map_or(f16::ZERO, |&at| {
-                                let place = &mut bytes[at..at + 2];
-                                let factor = f16::from_le_bytes([place[0], place[1]]);
-                                place.copy_from_slice(&f16::ONE.to_le_bytes());
-                                factor
-                            })
-                        };
-                        (of_scales[b], of_offsets[b]) = (factor(0), -factor(1));
                         let of_block = b * per_block..(b + 1) * per_block;
                         let codes = &mut codes[b * block..(b + 1) * block];
-                        (layout.unpack)(&bytes, codes, &mut s[of_block.clone()], &mut o[of_block]);
+                        let (s, o) = (&mut s[of_block.clone()], &mut o[of_block]);
+                        (layout.unpack)(bytes, codes, s, o);
+                        let Some(factors) = narrow.factors else {
+                            continue;
+                        };
+                        // Products of an f16 and a small integer are exact in f32, and so are these quotients; those
+                        // of zero are not numbers, for which any integer does.
+                        let [d, minimum] = (factors.of_block)(bytes);
+                        s.iter_mut().for_each(|s| *s /= d.to_f32() * step);
+                        o.iter_mut().for_each(|o| *o /= -minimum.to_f32());
+                        of_scales[b] = f16::from_f32(d.to_f32() * step);
+                        of_offsets[b] = -minimum;
                     }
-                    codes.iter_mut().for_each(|q| *q -= shift);
+                    codes.iter_mut().for_each(|q| *q = index[usize::from(*q)]);
                     pack::pack_row(width, &codes, packed);
+                    if narrow.factors.is_none() {
+                        halves
+                            .iter_mut()
+                            .zip(s)
+                            .for_each(|(to, s)| *to = f16::from_f32(s));
+                        return;
+                    }
                     let integers: Vec<u8> = s.iter().map(|s| (s + middle) as u8).collect();
                     pack::pack_row(bits, &integers, scales);
-                    let integers: Vec<u8> = o.iter().map(|o| -o as u8).collect();
+                    let integers: Vec<u8> = o.iter().map(|o| *o as u8).collect();
                     pack::pack_row(bits, &integers, offsets);
                 },
             );
-        let levels = |small: Vec<u8>, factors: Vec<f16>| GroupValues::TwoLevel {
+        let two_level = |small: Vec<u8>, factors: Vec<f16>| GroupValues::TwoLevel {
             small: small.into(),
             of_spans: factors.into(),
         };
-        let offsets = layout.offsets.then(|| levels(offsets, of_offsets));
+        let scales = match narrow.factors {
+            Some(_) => two_level(scales, of_scales),
+            None => GroupValues::Half(halves.into()),
+        };
         let parts = Parts {
             codes: packed.into(),
-            scales: levels(scales, of_scales),
+            scales,
             zeros: None,
-            offsets,
-            levels: None,
+            offsets: layout.offsets.then(|| two_level(offsets, of_offsets)),
+            levels: narrow.table_of_codes(),
             g_idx: None,
         };
-        let span = Group::Size(block as u32);
-        let scheme = AffineScheme {
-            bits: width,
-            scales: Scales::TwoLevel(TwoLevel { bits, span }),
-            ..layout.scheme()
-        };
         AffineWeight::assemble(scheme, Dims::new(rows, cols), parts)
+    }
+}
+
+impl NarrowCodes {
+    /// The narrow code of each canonical one.
+    fn indices(&self, layout: &BlockLayout) -> [u8; 256] {
+        let shift = match layout.offsets {
+            true => 0,
+            false => layout.bits.midpoint() - self.width.midpoint(),
+        };
+        std::array::from_fn(|code| match self.values {
+            [] => (code as u8).wrapping_sub(shift) & self.width.max_code(),
+            values => {
+                let found = values.iter().position(|v| *v as u8 ^ 0x80 == code as u8);
+                found.unwrap_or_default() as u8
+            }
+        })
+    }
+
+    /// The canonical code of each narrow one, if that is a table.
+    fn table_of_codes(&self) -> Option<Arc<[u8]>> {
+        let last = *self.values.last()?;
+        let codes = 0..=self.width.max_code();
+        Some(
+            codes
+                .map(|i| self.values.get(usize::from(i)).unwrap_or(&last).to_owned() as u8 ^ 0x80)
+                .collect(),
+        )
     }
 }
 
@@ -246,36 +284,55 @@ const _: () = assert!(Bits::B4.bytes(32) == 16);
 mod tests {
     use super::*;
 
-    /// Scales in two levels give the values of scales that were multiplied, bit for bit, in as many bits as blocks have.
+    /// Weights in fewer bits have the values of those with canonical codes and scales, bit for bit.
     #[test]
-    fn levels_have_the_values_of_their_products() {
-        for (kind, bits) in [
-            (BlockType::Q2_K, 3),
-            (BlockType::Q3_K, 3),
-            (BlockType::Q4_K, 4),
-            (BlockType::Q5_K, 5),
-            (BlockType::Q6_K, 6),
+    fn narrow_codes_have_the_values_of_canonical_ones() {
+        for (kind, bits, places) in [
+            (BlockType::Q2_K, 2, &[80, 82][..]),
+            (BlockType::Q3_K, 3, &[108]),
+            (BlockType::Q4_K, 4, &[0, 2]),
+            (BlockType::Q5_K, 5, &[0, 2]),
+            (BlockType::Q6_K, 6, &[208]),
+            (BlockType::IQ4_NL, 4, &[0]),
+            (BlockType::IQ4_XS, 4, &[0]),
+            (BlockType::IQ3_XXS, 4, &[0]),
+            (BlockType::IQ3_S, 4, &[0]),
+            (BlockType::IQ2_XXS, 3, &[0]),
+            (BlockType::IQ2_XS, 3, &[0]),
+            (BlockType::IQ2_S, 3, &[0]),
+            (BlockType::IQ1_S, 3, &[0]),
+            (BlockType::IQ1_M, 3, &[]),
+            (BlockType::MXFP4, 4, &[]),
+            (BlockType::NVFP4, 4, &[]),
         ] {
             let (rows, blocks) = (3, 2);
             let dims = Dims::new(rows, blocks * kind.elements());
             let mut data: Vec<u8> = (0..rows * blocks * kind.bytes())
                 .map(|i| (i * 7919 / 13 % 251) as u8)
                 .collect();
-            let factors = kind.layout().unwrap().factors.unwrap();
             for (b, block) in data.chunks_mut(kind.bytes()).enumerate() {
-                for (i, &at) in factors.at.iter().enumerate() {
+                for (i, &at) in places.iter().enumerate() {
                     let factor = f16::from_f32((b + i + 1) as f32 * 3.1e-3);
                     block[at..at + 2].copy_from_slice(&factor.to_le_bytes());
                 }
+                match kind {
+                    BlockType::MXFP4 => block[0] = 118 + b as u8,
+                    // 2^-9 in the highest nibbles of four words.
+                    BlockType::IQ1_M => {
+                        for (at, nibble) in [(49, 1), (51, 0), (53, 8), (55, 1)] {
+                            block[at] = block[at] & 15 | nibble << 4;
+                        }
+                    }
+                    _ => {}
+                }
             }
             let weight = BlockWeight::new(kind, dims, data.into()).unwrap();
-            let (products, levels) = (weight.to_affine().unwrap(), weight.to_levels().unwrap());
-            assert_eq!(levels.scheme().bits.width(), bits, "{kind}");
-            assert!(!levels.scheme().scales.is_half(), "{kind}");
+            let (canonical, narrow) = (weight.to_affine().unwrap(), weight.to_levels().unwrap());
+            assert_eq!(narrow.scheme().bits.width(), bits, "{kind}");
             let (mut a, mut b) = (vec![0.0; dims.cols], vec![0.0; dims.cols]);
             for row in 0..rows {
-                products.dequantize_row(row, &mut a);
-                levels.dequantize_row(row, &mut b);
+                canonical.dequantize_row(row, &mut a);
+                narrow.dequantize_row(row, &mut b);
                 assert!(a.iter().any(|v| *v != 0.0));
                 assert_eq!(a, b, "{kind} row {row}");
             }

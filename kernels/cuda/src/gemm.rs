@@ -443,6 +443,7 @@ mod tests {
             zeros: Zeros::Integer,
             groups: 2,
             two_level: false,
+            table: false,
         };
         PackedShape::new(kind, rows, inputs)
     }
@@ -454,6 +455,7 @@ mod tests {
             zeros: Zeros::Integer,
             groups: 8,
             two_level: false,
+            table: false,
         };
         let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
         // Compute capability 8.6, 8.9 and 12.0; 8.0; 9.0.

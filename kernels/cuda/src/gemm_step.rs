@@ -316,6 +316,7 @@ mod tests {
             zeros: Zeros::Offset,
             groups: 8,
             two_level: false,
+            table: false,
         };
         let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
         let room = (227 << 10) - super::LEFT_TO_NORMS;

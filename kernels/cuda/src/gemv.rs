@@ -47,11 +47,11 @@ kernels! {
         instances names!(schemes "gemv"; "_short");
 }
 
-/// Most spans per warp, of 4 to 8 bits, for the kernel that keeps them in registers: measured
+/// Most spans per warp, of 2 to 8 bits, for the kernel that keeps them in registers: measured
 /// on an H200.
 const fn short_spans(bits: usize) -> usize {
     match bits {
-        4..=6 => 4,
+        2..=6 => 4,
         8 => 1,
         _ => 0,
     }
@@ -73,7 +73,7 @@ impl WarpCut {
     fn new(multiprocessors: usize, w: &PackedShape) -> Self {
         // Weights of the terms as measured on an H200.
         let span_cost = match w.kind.bits() {
-            4 => 1.0,
+            2..=4 => 1.0,
             5 => 1.1,
             6 => 1.2,
             8 => 1.4,

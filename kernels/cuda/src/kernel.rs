@@ -166,6 +166,7 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
         zeros,
         groups,
         two_level,
+        ..
     } = kind
     else {
         return KINDS - 1;

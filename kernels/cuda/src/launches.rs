@@ -38,6 +38,7 @@ fn kinds() -> Vec<PackedKind> {
         zeros,
         groups,
         two_level,
+        table: false,
     };
     let trellis = TrellisScheme::all().filter(|s| {
         matches!(

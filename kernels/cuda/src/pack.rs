@@ -109,6 +109,20 @@ impl<'a> Packing<'a> {
                 ));
             }
         }
+        if kind.has_table() && stack == Stack::Concat {
+            let mut rows = 0;
+            for pair in parts.windows(2) {
+                rows += pair[0].dims().rows;
+                if rows % 8 > 0 && table_of(pair[0]) != table_of(pair[1]) {
+                    let expected = "a multiple of 8 where the next weight has other levels";
+                    return Err(shape(
+                        "rows of a stacked weight",
+                        expected.into(),
+                        rows.to_string(),
+                    ));
+                }
+            }
+        }
         let exponent = match kind {
             PackedKind::Fp16 => common_exponent(parts)?,
             PackedKind::Affine { .. } | PackedKind::Trellis(_) => 0,
@@ -275,42 +289,23 @@ impl<'a> Packing<'a> {
             zeros,
             groups,
             two_level,
+            table,
         } = self.kind
         else {
             return;
         };
         let own = a.scheme();
-        // Without zero-points midpoints meet.
-        let shift = match own.zeros {
-            _ if !self.kind.is_centred() => 0,
-            Zeros::None => bits.midpoint() - own.value_bits().midpoint(),
-            _ => bits.midpoint(),
-        };
-        let mut scratch = Vec::new();
-        let source = a.row_in(bits, shift, row, &mut scratch);
-        // Planes of codes: the lowest four bits, then those above; or whole bytes.
-        let (low, upper) = match bits {
-            Bits::B8 => (source, &[][..]),
-            _ => source.split_at(self.inputs.div_ceil(2)),
-        };
-        let part = |plane: &[u8], span: usize, width: usize| {
-            let (mut bytes, width) = ([0u8; SPAN], SPAN * width / 8);
-            let from = &plane[(span * width).min(plane.len())..plane.len().min((span + 1) * width)];
-            bytes[..from.len()].copy_from_slice(from);
-            bytes
-        };
         let record = self.kind.code_bytes();
-        for (span, codes) in codes.chunks_exact_mut(record).enumerate() {
-            if bits == Bits::B8 {
-                place.int8(&part(low, span, 8), codes);
-                continue;
+        let levels = table.then(|| levels_of(a));
+        if table {
+            let mut indices = vec![0; self.inputs.next_multiple_of(SPAN)];
+            unpack_row(own.bits, a.row_codes(row), &mut indices[..self.inputs]);
+            let spans = indices.as_chunks::<SPAN>().0;
+            for (indices, codes) in spans.iter().zip(codes.chunks_exact_mut(record)) {
+                place.indices(indices, codes, bits);
             }
-            place.int4(&part(low, span, 4), codes, bits);
-            match bits {
-                Bits::B5 => place.upper::<1>(&part(upper, span, 1), codes),
-                Bits::B6 => place.upper::<2>(&part(upper, span, 2), codes),
-                _ => {}
-            }
+        } else {
+            self.pack_codes(a, row, place, codes);
         }
         let kept = a.two_levels().filter(|_| two_level);
         let scales = kept.and_then(|(scales, _)| RowLevels::of(scales, a, row));
@@ -325,13 +320,25 @@ impl<'a> Packing<'a> {
             (Scales::TwoLevel(two), Zeros::None) => 128 - two.bits.midpoint(),
             _ => middle,
         };
-        let (scale_bytes, per_zero) = (if two_level { 16 } else { 32 }, (groups / 8).max(1));
+        let scale_bytes = if two_level { 16 } else { 32 };
+        let per_zero = self.kind.groups_of_point();
         let in_row = a.groups();
         let size = own.group.size(self.inputs).max(1);
         let half = place.g * 2 + place.upper;
         for (span, meta) in meta.chunks_exact_mut(self.kind.meta_bytes()).enumerate() {
             let (rows, meta) = meta.split_at_mut(self.kind.rows_bytes());
-            for (rows, levels) in rows.chunks_exact_mut(32).zip([&scales, &offsets]) {
+            if let Some(levels) = &levels {
+                let half = 1 << bits.width();
+                let at = rows.len() - (2 - place.upper) * half;
+                rows[at..at + half].copy_from_slice(&levels[..half]);
+            }
+            let count = match zeros {
+                _ if !two_level => 0,
+                Zeros::Offset => 2,
+                _ => 1,
+            };
+            let factors = [&scales, &offsets].into_iter().take(count);
+            for (rows, levels) in rows.chunks_exact_mut(32).zip(factors) {
                 let factor = levels.as_ref().map_or(f16::ZERO, |l| l.factor(span));
                 rows[half * 2..half * 2 + 2].copy_from_slice(&factor.to_le_bytes());
             }
@@ -378,6 +385,64 @@ impl<'a> Packing<'a> {
                 }
             }
         }
+    }
+
+    /// Writes a row's codes, not indices of a table, into records.
+    fn pack_codes(&self, a: &AffineWeight, row: usize, place: TilePlace, codes: &mut [u8]) {
+        let PackedKind::Affine { bits, .. } = self.kind else {
+            return;
+        };
+        let own = a.scheme();
+        // Without zero-points midpoints meet.
+        let shift = match own.zeros {
+            _ if !self.kind.is_centred() => 0,
+            Zeros::None => bits.midpoint() - own.value_bits().midpoint(),
+            _ => bits.midpoint(),
+        };
+        let mut scratch = Vec::new();
+        let source = a.row_in(bits, shift, row, &mut scratch);
+        // Planes of codes: the lowest four bits (of 2 bits two), then those above; or whole bytes.
+        let (low, upper) = match bits {
+            Bits::B2 | Bits::B8 => (source, &[][..]),
+            _ => source.split_at(self.inputs.div_ceil(2)),
+        };
+        let part = |plane: &[u8], span: usize, width: usize| {
+            let (mut bytes, width) = ([0u8; SPAN], SPAN * width / 8);
+            let from = &plane[(span * width).min(plane.len())..plane.len().min((span + 1) * width)];
+            bytes[..from.len()].copy_from_slice(from);
+            bytes
+        };
+        let record = self.kind.code_bytes();
+        for (span, codes) in codes.chunks_exact_mut(record).enumerate() {
+            match (bits, self.kind.order()) {
+                (Bits::B2, _) => place.int2(&part(low, span, 2), codes),
+                (Bits::B8, 4) => place.wide(&part(low, span, 8), codes),
+                (Bits::B8, _) => place.int8(&part(low, span, 8), codes),
+                _ => place.int4(&part(low, span, 4), codes, bits),
+            }
+            match bits {
+                Bits::B5 => place.upper::<1>(&part(upper, span, 1), codes),
+                Bits::B6 => place.upper::<2>(&part(upper, span, 2), codes),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The table of a weight's levels as signed bytes; of even levels, how far codes are from the midpoint.
+fn levels_of(a: &AffineWeight) -> [u8; 16] {
+    let middle = a.scheme().bits.midpoint();
+    std::array::from_fn(|code| match a.levels() {
+        Some(levels) => levels.get(code).map_or(0, |level| level ^ 0x80),
+        None => (code as u8).wrapping_sub(middle),
+    })
+}
+
+/// That of a weight of integer codes.
+fn table_of(weight: &Weight) -> Option<[u8; 16]> {
+    match weight {
+        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(levels_of(a)),
+        _ => None,
     }
 }
 
@@ -464,6 +529,55 @@ impl TilePlace {
         }
     }
 
+    /// Writes 256 codes of 8 bits into a record, as planes of four.
+    fn wide(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+        let mut planes = [[0; SPAN]; 2];
+        for (i, two) in bytes.as_chunks::<2>().0.iter().enumerate() {
+            planes[0][i] = two[0] & 15 | two[1] << 4;
+            planes[1][i] = two[0] >> 4 | two[1] & 0xf0;
+        }
+        self.int4(&planes[0], codes, Bits::B8);
+        self.upper::<4>(&planes[1], codes);
+    }
+
+    /// Writes 256 codes of 2 bits into a record.
+    fn int2(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+        for i in 0..SPAN {
+            let (c, t, high) = (i / 32, i % 32 / 8, i % 8 / 4);
+            let j = c % 2 * 2 + self.upper;
+            let at = c / 2 * 256 + self.lane(t) * 8 + j / 2 * 4 + [0, 2, 1, 3][i % 4];
+            let (to, shift) = (&mut codes[at], j % 2 * 4 + high * 2);
+            *to = *to & !(3 << shift) | (bytes[i / 4] >> (i % 4 * 2) & 3) << shift;
+        }
+    }
+
+    /// Writes 256 indices of a table of levels into a record.
+    fn indices(self, indices: &[u8; SPAN], codes: &mut [u8], bits: Bits) {
+        let unit = bits.width() * 128;
+        for (n, eight) in indices.as_chunks::<8>().0.iter().enumerate() {
+            let (c, t) = (n / 4, n % 4);
+            let (j, codes) = (c % 2 * 2 + self.upper, &mut codes[c / 2 * unit..][..unit]);
+            // Bits of each index, from `low` on, in its nibble of a word, where they begin at bit `to`.
+            let mut put = |at: usize, mask: u8, low: u32, to: u32| {
+                let (mut word, mut places) = (0, 0);
+                for (nibble, &i) in [0, 2, 1, 3, 4, 6, 5, 7].iter().enumerate() {
+                    let shift = 4 * nibble as u32 + to;
+                    word |= u32::from(eight[i] >> low & mask) << shift;
+                    places |= u32::from(mask) << shift;
+                }
+                let bytes = &mut codes[at..at + 4];
+                let old = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+                bytes.copy_from_slice(&(old & !places | word).to_le_bytes());
+            };
+            if bits == Bits::B3 {
+                put(self.lane(t) * 8 + j / 2 * 4, 3, 0, (j % 2 * 2) as u32);
+                put(256 + self.lane(t) * 4, 1, 2, j as u32);
+            } else {
+                put(self.lane(t) * 16 + j * 4, 15, 0, 0);
+            }
+        }
+    }
+
     /// Writes 256 codes into a record.
     fn int8(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
         for c in 0..8 {
@@ -479,6 +593,8 @@ impl TilePlace {
     /// Zero codes: with the zero scale of an absent row, zero weights.
     fn fill_zero(self, kind: PackedKind, codes: &mut [u8]) {
         match kind.bits() {
+            2 => self.int2(&[0; SPAN], codes),
+            3 => self.indices(&[0; SPAN], codes, Bits::B3),
             4 => self.int4(&[0; SPAN], codes, Bits::B4),
             5 => {
                 self.int4(&[0; SPAN], codes, Bits::B5);
@@ -488,6 +604,7 @@ impl TilePlace {
                 self.int4(&[0; SPAN], codes, Bits::B6);
                 self.upper::<2>(&[0; SPAN], codes);
             }
+            8 if kind.order() == 4 => self.wide(&[0; SPAN], codes),
             8 => self.int8(&[0; SPAN], codes),
             _ => {
                 for product in codes.chunks_exact_mut(512) {

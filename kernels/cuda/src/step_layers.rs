@@ -160,7 +160,7 @@ impl Weights {
         if kinds().all(|k| trellis::layer_code(k).is_some()) {
             return Some(Weights::Trellis);
         }
-        if kinds().all(PackedKind::is_two_level) {
+        if kinds().all(|k| k.is_two_level() || k.has_table()) {
             return Some(Weights::Mix);
         }
         // The first kinds are those of INT4 with a scale for 64 inputs or more.

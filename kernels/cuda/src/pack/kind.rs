@@ -3,7 +3,7 @@
 use super::{SPAN, TILE, Weight};
 use crate::driver::GpuInfo;
 use nq_formats::trellis::TrellisScheme;
-use nq_formats::{Bits, Group, Scales, TwoLevel, Zeros};
+use nq_formats::{Bits, Group, Levels, Scales, TwoLevel, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
 
@@ -22,6 +22,8 @@ pub enum PackedKind {
         groups: usize,
         /// True if scales are bytes times an f16 of the row.
         two_level: bool,
+        /// True if codes index a table of levels, signed bytes.
+        table: bool,
     },
     /// A trellis code, as files have it.
     Trellis(TrellisScheme),
@@ -94,39 +96,47 @@ impl PackedKind {
         let in_levels = matches!(scheme.scales, Scales::TwoLevel(TwoLevel { bits, span })
             if span.size(inputs).is_multiple_of(SPAN) | (span.count(inputs) == 1)
                 && (bits < Bits::B8 || scheme.zeros != Zeros::Offset));
+        let table = scheme.levels == Levels::Table;
         Ok(PackedKind::Affine {
-            bits: scheme.value_bits(),
+            bits: scheme.bits,
             zeros: scheme.zeros,
             groups,
             two_level: in_levels,
+            table,
         })
     }
 
     /// The kinds of integer codes that kernels read.
     fn read() -> impl Iterator<Item = Self> {
+        // Bits, zero-points, scales in two levels, a table, groups of a span.
         const GROUPS: &[usize] = &[1, 2, 4, 8];
-        const KINDS: [(Bits, Zeros, bool, &[usize]); 14] = [
-            (Bits::B4, Zeros::None, false, GROUPS),
-            (Bits::B4, Zeros::Integer, false, GROUPS),
-            (Bits::B4, Zeros::Offset, false, GROUPS),
-            (Bits::B8, Zeros::None, false, GROUPS),
-            (Bits::B8, Zeros::Integer, false, GROUPS),
-            (Bits::B8, Zeros::Offset, false, &[8]),
-            (Bits::B4, Zeros::Integer, true, GROUPS),
-            (Bits::B5, Zeros::Integer, true, GROUPS),
-            (Bits::B6, Zeros::None, true, GROUPS),
-            (Bits::B4, Zeros::Offset, true, &[8]),
-            (Bits::B5, Zeros::Offset, true, &[8]),
-            (Bits::B4, Zeros::None, true, &[16]),
-            (Bits::B6, Zeros::None, true, &[16]),
-            (Bits::B6, Zeros::Offset, true, &[16]),
+        const KINDS: [(Bits, Zeros, bool, bool, &[usize]); 18] = [
+            (Bits::B4, Zeros::None, false, false, GROUPS),
+            (Bits::B4, Zeros::Integer, false, false, GROUPS),
+            (Bits::B4, Zeros::Offset, false, false, GROUPS),
+            (Bits::B8, Zeros::None, false, false, GROUPS),
+            (Bits::B8, Zeros::Integer, false, false, GROUPS),
+            (Bits::B8, Zeros::Offset, false, false, &[8]),
+            (Bits::B4, Zeros::Integer, true, false, GROUPS),
+            (Bits::B5, Zeros::Integer, true, false, GROUPS),
+            (Bits::B6, Zeros::None, true, false, GROUPS),
+            (Bits::B4, Zeros::Offset, true, false, &[8]),
+            (Bits::B5, Zeros::Offset, true, false, &[8]),
+            (Bits::B3, Zeros::None, true, true, &[16]),
+            (Bits::B6, Zeros::None, true, false, &[16]),
+            (Bits::B6, Zeros::Offset, true, false, &[16]),
+            (Bits::B4, Zeros::None, true, true, &[8]),
+            (Bits::B4, Zeros::None, false, true, &[16]),
+            (Bits::B2, Zeros::Offset, true, false, &[16]),
+            (Bits::B8, Zeros::Offset, true, false, &[16]),
         ];
-        (KINDS.into_iter()).flat_map(|(bits, zeros, two_level, groups)| {
+        (KINDS.into_iter()).flat_map(|(bits, zeros, two_level, table, groups)| {
             groups.iter().map(move |&groups| PackedKind::Affine {
                 bits,
                 zeros,
                 groups,
                 two_level,
+                table,
             })
         })
     }
@@ -137,34 +147,53 @@ impl PackedKind {
             bits,
             zeros,
             groups,
-            two_level: true,
+            two_level,
+            table,
         } = self
         else {
             return None;
         };
         match (bits, zeros, groups) {
+            (Bits::B4, Zeros::None, 8) if two_level && table => Some(5),
+            (Bits::B4, Zeros::None, 16) if table => Some(6),
+            _ if !two_level => None,
             (Bits::B4, Zeros::Offset, 8) => Some(0),
             (Bits::B5, Zeros::Offset, 8) => Some(1),
-            (Bits::B4, Zeros::None, 16) => Some(2),
+            (Bits::B3, Zeros::None, 16) => Some(2),
             (Bits::B6, Zeros::None, 16) => Some(3),
             (Bits::B6, Zeros::Offset, 16) => Some(4),
+            (Bits::B2, Zeros::Offset, 16) => Some(7),
+            (Bits::B8, Zeros::Offset, 16) => Some(8),
             _ => None,
         }
     }
 
-    /// True if codes count from the midpoint: where there are no zero-points, and in groups of 16.
+    /// True if codes count from the midpoint: where there are no zero-points, and in groups of 16, not of 2 bits.
     pub(super) fn is_centred(self) -> bool {
-        matches!(
-            self,
+        match self {
             PackedKind::Affine {
-                zeros: Zeros::None,
-                ..
-            } | PackedKind::Affine { groups: 16, .. }
-        )
+                zeros: Zeros::None, ..
+            } => true,
+            PackedKind::Affine { bits, groups, .. } => groups == 16 && bits > Bits::B2,
+            _ => false,
+        }
+    }
+
+    /// Groups of scales that share an offset or zero-point: two of 16 inputs where codes have 6 bits.
+    pub(super) fn groups_of_point(self) -> usize {
+        let halves = PackedKind::Affine {
+            bits: Bits::B6,
+            zeros: Zeros::Offset,
+            groups: 16,
+            two_level: true,
+            table: false,
+        };
+        1 + usize::from(self == halves)
     }
 
     /// True if this kind has room for the values of a weight whose own kind is `part`. Scales in two levels are those of
-    /// groups too; weights without zero-points have them at the midpoint.
+    /// groups too; weights without zero-points have them at the midpoint, and a table of even levels; levels are codes of
+    /// 8 bits.
     fn holds(self, part: Self) -> bool {
         let (
             PackedKind::Affine {
@@ -172,12 +201,14 @@ impl PackedKind {
                 zeros,
                 groups,
                 two_level,
+                table,
             },
             PackedKind::Affine {
                 bits: own_bits,
                 zeros: own_zeros,
                 groups: own_groups,
                 two_level: own_two_level,
+                table: own_table,
             },
         ) = (self, part)
         else {
@@ -186,9 +217,14 @@ impl PackedKind {
         let midpoints =
             own_zeros == Zeros::None && (zeros != Zeros::None && !two_level || self.is_centred());
         let points = zeros == own_zeros || midpoints;
-        // In groups of 16 codes that count from zero begin at the midpoint, and offsets are those of 32 inputs.
-        let above = groups == 16 && own_zeros == Zeros::Offset;
-        let points = points && (!above || own_groups <= 8);
+        // Codes that count from zero may begin at the midpoint, and offsets may be those of fewer groups.
+        let above = own_zeros == Zeros::Offset && self.is_centred();
+        let points = points && (!above || own_groups <= groups / self.groups_of_point());
+        let own_bits = if own_table && !table {
+            Bits::B8
+        } else {
+            own_bits
+        };
         bits.width() >= own_bits.width() + usize::from(above)
             && points
             && groups >= own_groups
@@ -209,6 +245,8 @@ impl PackedKind {
             PackedKind::Fp16 => "fp16",
             PackedKind::Trellis(_) => "trellis",
             PackedKind::Affine { bits, .. } => match bits {
+                Bits::B2 => "int2",
+                Bits::B3 => "int3",
                 Bits::B4 => "int4",
                 Bits::B5 => "int5",
                 Bits::B6 => "int6",
@@ -217,7 +255,7 @@ impl PackedKind {
         }
     }
 
-    /// Bits per code: 4, 5, 6, 8 or 16; 16 for trellis codes, which have no packed layout.
+    /// Bits per code: 2 to 6, 8 or 16; 16 for trellis codes, which have no packed layout.
     pub fn bits(self) -> usize {
         match self {
             PackedKind::Fp16 | PackedKind::Trellis(_) => 16,
@@ -228,7 +266,7 @@ impl PackedKind {
     /// `ORDER` of `cuda/weights.cuh`: 4, 8 or 16 bits, whose codes lie in the same order.
     pub(crate) fn order(self) -> usize {
         match self.bits() {
-            bits @ (8 | 16) => bits,
+            bits @ (8 | 16) if self.groups() < 16 => bits,
             _ => 4,
         }
     }
@@ -257,34 +295,34 @@ impl PackedKind {
                 zeros,
                 groups,
                 two_level,
+                ..
             } => {
                 let scale = if two_level { 16 } else { 32 };
                 let zero = match (zeros, bits) {
                     (Zeros::None, _) => 0,
                     (Zeros::Integer, Bits::B4) => 8,
                     (Zeros::Integer, _) => 16,
-                    // Of 32 inputs at least.
-                    (Zeros::Offset, _) if groups == 16 => scale / 2,
-                    (Zeros::Offset, _) => scale,
+                    (Zeros::Offset, _) => scale / self.groups_of_point(),
                 };
                 (self.rows_bytes() + groups * (scale + zero)).next_multiple_of(16)
             }
         }
     }
 
-    /// Bytes of the scales and offsets of rows in one record, where these are in two levels.
+    /// Bytes in one record of what is of rows: their scales and offsets, where these are in two levels, and tables.
     pub(super) fn rows_bytes(self) -> usize {
-        match self {
-            PackedKind::Affine {
-                two_level: true,
-                zeros: Zeros::Offset,
-                ..
-            } => 64,
-            PackedKind::Affine {
-                two_level: true, ..
-            } => 32,
-            _ => 0,
-        }
+        let PackedKind::Affine {
+            bits, zeros, table, ..
+        } = self
+        else {
+            return 0;
+        };
+        let levels = match (self.is_two_level(), zeros) {
+            (false, _) => 0,
+            (true, Zeros::Offset) => 64,
+            (true, _) => 32,
+        };
+        levels + if table { 2 << bits.width() } else { 0 }
     }
 
     /// Bytes of a stage in the rings of `cuda/ring.cuh`: codes, and scales and zero-points of a record.
@@ -302,11 +340,13 @@ impl PackedKind {
                 zeros,
                 groups,
                 two_level,
+                table,
             } => PackedKind::Affine {
                 bits,
                 zeros,
                 groups: groups.max(4),
                 two_level,
+                table,
             }
             .meta_bytes(),
         }
@@ -321,6 +361,11 @@ impl PackedKind {
                 ..
             }
         )
+    }
+
+    /// True if codes index a table of levels.
+    pub(crate) fn has_table(self) -> bool {
+        matches!(self, PackedKind::Affine { table: true, .. })
     }
 
     /// Scale groups per span; 1 without scales.

@@ -2,11 +2,13 @@
 
 use super::{PackedKind, Packing, SPAN, Stack, TILE, greatest_of, lane_word, operand_index};
 use half::f16;
+use nq_formats::gguf::BlockType;
 use nq_formats::pack::pack_rows;
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, Group, GroupValues, Parts, QuantizedWeight, Tensor, Weight,
     Zeros,
 };
+use nq_kernels::registry::WeightKind;
 use nq_model::Dims;
 use nq_testkit::weights::{affine, blocks};
 
@@ -201,17 +203,28 @@ fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) ->
         zeros,
         groups,
         two_level,
+        table,
     } = kind
     else {
         unreachable!("codes are integers")
     };
     let (g, upper, unit, chunk) = (row % 8, row / 8, col / 64, col % 64 / 32);
     let (lane, high, byte) = (g * 4 + col % 32 / 8, col % 8 / 4, [0, 2, 1, 3][col % 4]);
+    let (nibble, j) = (4 * high + byte, chunk * 2 + upper);
+    let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| codes[at + i]));
     let mut code;
-    if bits == Bits::B8 {
+    if bits == Bits::B2 {
+        code = codes[unit * 256 + lane * 8 + j / 2 * 4 + byte] >> (j % 2 * 4 + high * 2) & 3;
+    } else if bits == Bits::B3 {
+        let low = word(unit * 384 + lane * 8 + j / 2 * 4) >> (4 * nibble + j % 2 * 2) & 3;
+        let third = word(unit * 384 + 256 + lane * 4) >> (4 * nibble + j) & 1;
+        code = (low | third << 2) as u8;
+    } else if table {
+        code = (word(unit * 512 + lane * 16 + j * 4) >> (4 * nibble) & 15) as u8;
+    } else if bits == Bits::B8 && groups < 16 {
         code = codes[(col / 32 * 32 + lane) * 16 + high * 8 + upper * 4 + col % 4];
     } else {
-        let (width, j) = (bits.width() - 4, chunk * 2 + upper);
+        let width = bits.width() - 4;
         let codes = &codes[unit * (512 + width * 128)..];
         code = codes[lane * 16 + j * 4 + byte] >> (4 * high) & 15;
         for i in 0..width {
@@ -223,19 +236,21 @@ fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) ->
     }
     let half =
         |bytes: &[u8], at: usize| f16::from_le_bytes([bytes[at * 2], bytes[at * 2 + 1]]).to_f32();
-    let centred = zeros == Zeros::None || groups == 16;
+    let signed = zeros == Zeros::None || groups == 16;
+    let centred = signed && bits > Bits::B2;
     let (at, of_row) = (col * groups / SPAN * 8 + g, g * 2 + upper);
     let rows = if !two_level {
         0
     } else {
         32 + 32 * usize::from(zeros == Zeros::Offset)
     };
-    let scales = &meta[rows..];
+    let levels = &meta[rows..][..2 * usize::from(table) << bits.width()];
+    let scales = &meta[rows + levels.len()..];
     let points = &scales[groups * if two_level { 16 } else { 32 }..];
     let product = |factor: f32, byte: f32| f16::from_f32(factor * byte).to_f32();
     let scale = match two_level {
         true => {
-            let middle = if centred { 128.0 } else { 0.0 };
+            let middle = if signed { 128.0 } else { 0.0 };
             product(
                 half(meta, of_row),
                 f32::from(scales[at * 2 + upper]) - middle,
@@ -251,12 +266,17 @@ fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) ->
     };
     let offset = match zeros {
         Zeros::Offset if two_level => {
-            let at = if groups == 16 { at / 16 * 8 + g } else { at };
+            let halves = groups == 16 && bits == Bits::B6;
+            let at = if halves { at / 16 * 8 + g } else { at };
             product(half(meta, 16 + of_row), points[at * 2 + upper].into())
         }
         Zeros::Offset => half(points, at * 2 + upper),
         _ => 0.0,
     };
+    if table {
+        let level = levels[(upper << bits.width()) + usize::from(code)];
+        return scale * f32::from(level as i8);
+    }
     scale * (f32::from(code) - f32::from(zero)) + offset
 }
 
@@ -274,8 +294,8 @@ fn parts_that_differ_share_a_kind() {
         (Bits::B6, Zeros::None),
     ];
     let [mixed4, mixed5, mixed6] = mixed.map(|(bits, zeros)| two_level(bits, zeros));
-    let [q4_k, q6_k, q5_k, q3_k] = blocks()[..] else {
-        unreachable!("there are four")
+    let [q4_k, q6_k, q5_k, q3_k, iq4_xs, iq2_xxs, nvfp4, q2_k] = blocks()[..] else {
+        unreachable!("there are eight")
     };
     let of_rows = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Integer).two_level(Bits::B8);
     for (schemes, bits) in [
@@ -289,8 +309,17 @@ fn parts_that_differ_share_a_kind() {
         (vec![q6_k], 6),
         (vec![q5_k, q4_k], 5),
         (vec![q4_k, q4_k, q6_k], 6),
-        (vec![q3_k], 4),
+        (vec![q3_k], 3),
         (vec![q3_k, q5_k], 6),
+        (vec![iq4_xs, iq4_xs], 4),
+        (vec![iq2_xxs], 3),
+        (vec![q3_k, iq2_xxs, iq2_xxs], 3),
+        (vec![iq4_xs, iq2_xxs], 4),
+        (vec![nvfp4, iq4_xs, int4], 4),
+        (vec![q5_k, iq4_xs], 8),
+        (vec![q2_k, q2_k], 2),
+        (vec![q2_k, q3_k, q4_k], 8),
+        (vec![q3_k, iq4_xs, q6_k], 8),
         (vec![of_rows, of_rows], 4),
         (vec![q4_k, int8], 8),
     ] {
@@ -323,6 +352,52 @@ fn parts_that_differ_share_a_kind() {
                 assert_eq!(found, *expected, "{schemes:?} row {row}, input {col}");
             }
         }
+    }
+}
+
+/// The manual's table of bits is that of the layouts.
+#[test]
+fn the_manual_says_how_many_bits_blocks_take() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/lab/performance.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let bits = |types: &[BlockType]| {
+        let kinds = types.iter().map(|kind| {
+            let scheme = kind.layout().unwrap().narrow_scheme(kind.elements());
+            WeightKind::in_scheme(scheme.into(), false)
+        });
+        let kind = PackedKind::of_stack(kinds, 4096).unwrap();
+        let bytes = kind.code_bytes() + kind.meta_bytes();
+        let hundredths = (800.0 * bytes as f64 / (TILE * SPAN) as f64).round();
+        format!("{:.2}", hundredths / 100.0)
+    };
+    let mut rows = 0;
+    for line in page
+        .lines()
+        .filter(|l| l.starts_with("| ") && l.contains("bit"))
+    {
+        let mut cells = line.split('|').map(str::trim);
+        let types: Vec<BlockType> = cells
+            .nth(1)
+            .map(|names| names.split(", ").filter_map(BlockType::from_name).collect())
+            .unwrap_or_default();
+        let last = cells.next_back().and(cells.next_back()).unwrap_or_default();
+        let said: Vec<&str> = last.split(", ").collect();
+        for (i, kind) in types.iter().enumerate() {
+            let said = said.get(i).or(said.last()).unwrap();
+            assert_eq!(bits(&[*kind]), *said, "{kind}");
+            rows += 1;
+        }
+    }
+    assert_eq!(rows, 16);
+    let mixed = [
+        (bits(&[BlockType::Q4_K, BlockType::Q6_K]), "Q3_K to Q6_K "),
+        (
+            bits(&[BlockType::Q2_K, BlockType::Q4_K]),
+            "scales in two\nlevels ",
+        ),
+    ];
+    for (bits, before) in mixed {
+        assert!(page.contains(&format!("{before}{bits}")), "{before}{bits}");
     }
 }
 

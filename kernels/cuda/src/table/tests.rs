@@ -352,6 +352,7 @@ fn kinds_have_the_names_of_their_instances() {
                     zeros,
                     groups,
                     two_level: false,
+                    table: false,
                 };
                 check(kind, format!("k_int{width}_{zero}_{slot}_b"));
             }
@@ -368,20 +369,26 @@ fn kinds_have_the_names_of_their_instances() {
                 zeros,
                 groups,
                 two_level: true,
+                table: false,
             };
             check(kind, format!("k_{name}_{slot}_scales8_b"));
         }
     }
-    for (bits, zeros, groups) in [
-        (Bits::B4, Zeros::Offset, 8),
-        (Bits::B6, Zeros::None, 16),
-        (Bits::B6, Zeros::Offset, 16),
+    for (bits, zeros, groups, two_level, table) in [
+        (Bits::B4, Zeros::Offset, 8, true, false),
+        (Bits::B6, Zeros::None, 16, true, false),
+        (Bits::B6, Zeros::Offset, 16, true, false),
+        (Bits::B3, Zeros::None, 16, true, true),
+        (Bits::B4, Zeros::None, 16, false, true),
+        (Bits::B2, Zeros::Offset, 16, true, false),
+        (Bits::B8, Zeros::Offset, 16, true, false),
     ] {
         let kind = PackedKind::Affine {
             bits,
             zeros,
             groups,
-            two_level: true,
+            two_level,
+            table,
         };
         check(kind, "k_blocks_b".into());
     }

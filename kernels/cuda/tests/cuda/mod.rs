@@ -578,14 +578,19 @@ fn products_of_parts_that_differ() {
     let stream = gpu.stream().unwrap();
     let (out, inp) = (48, 1024);
     let of = |scheme, seed| affine(scheme, out, inp, None, seed);
-    let [q4_k, q6_k, q5_k, ..] = blocks()[..] else {
-        unreachable!("there are more")
+    let [q4_k, q6_k, q5_k, q3_k, iq4_xs, iq2_xxs, nvfp4, q2_k] = blocks()[..] else {
+        unreachable!("there are eight")
     };
     let int8 = scheme(Bits::B8, 32, Zeros::None);
     for (kinds, bits) in [
         ([q4_k, q6_k], 6),
         ([q5_k, q4_k], 5),
         ([q4_k, int8], 8),
+        ([q3_k, iq2_xxs], 3),
+        ([iq4_xs, iq2_xxs], 4),
+        ([iq4_xs, nvfp4], 4),
+        ([q2_k, q4_k], 8),
+        ([iq4_xs, q3_k], 8),
         (
             [
                 scheme(Bits::B4, 64, Zeros::None),

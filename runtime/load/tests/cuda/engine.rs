@@ -2,6 +2,7 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
+use nq_formats::gguf::BlockType;
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Tensor, TrellisScheme, Weight, Zeros};
 use nq_kernels::KernelSet;
@@ -382,6 +383,75 @@ fn steps_of_all_layers_at_once_agree_with_the_cpu() {
                 close,
                 0,
             );
+        }
+    }
+}
+
+/// The mean KL divergence of `found` logits from `expected` ones.
+fn divergence(found: &[f32], expected: &[f32], vocab: usize) -> f64 {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let most = row.iter().fold(f32::NEG_INFINITY, |m, v| m.max(*v));
+        let all: f64 = row.iter().map(|v| f64::from(v - most).exp()).sum();
+        row.iter().map(|v| f64::from(v - most) - all.ln()).collect()
+    };
+    let rows = found.chunks(vocab).zip(expected.chunks(vocab));
+    let of_rows = rows.map(|(found, expected)| {
+        let pairs = log_softmax(found).into_iter().zip(log_softmax(expected));
+        pairs.map(|(q, p)| p.exp() * (p - q)).sum::<f64>()
+    });
+    of_rows.sum::<f64>() / (found.len() / vocab) as f64
+}
+
+/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts and
+/// steps.
+#[test]
+fn blocks_of_gguf_files() {
+    use BlockType::*;
+    let config = ModelConfig {
+        hidden_size: 512,
+        intermediate_size: 768,
+        ..fused_config()
+    };
+    let store = Store::random(&config, 9);
+    for (usual, other) in [
+        (Q2_K, Q4_K),
+        (Q3_K, Q5_K),
+        (Q4_K, Q6_K),
+        (Q5_K, Q3_K),
+        (Q6_K, Q4_K),
+        (IQ4_NL, IQ4_NL),
+        (IQ4_XS, Q5_K),
+        (IQ3_XXS, IQ2_S),
+        (IQ3_S, IQ4_XS),
+        (IQ2_XXS, Q4_K),
+        (IQ2_XS, Q3_K),
+        (IQ2_S, IQ2_S),
+        (IQ1_S, IQ1_M),
+        (IQ1_M, Q2_K),
+        (MXFP4, MXFP4),
+        (NVFP4, NVFP4),
+    ] {
+        let store = store.in_blocks(|name| match name.contains("v_proj") {
+            true => other,
+            false => usual,
+        });
+        let cpu = nq(&config, &store);
+        for kernels in [KernelSet::Fused, KernelSet::Reference] {
+            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+                return;
+            };
+            let [mut ours, mut theirs] =
+                [&*gpu, &*cpu].map(|engine| fused_session(engine, KvType::F16));
+            let text = tokens(40, 5);
+            let mut at = 0;
+            for n in [21, 9, 1, 1, 4, 1] {
+                let part = &text[at..at + n];
+                let [found, expected] =
+                    [&mut ours, &mut theirs].map(|session| feed(&mut **session, 1, part));
+                let kld = divergence(&found, &expected, config.vocab_size);
+                assert!(kld < 1e-5, "{usual} and {other} {kernels}: {kld} at {at}");
+                at += n;
+            }
         }
     }
 }

@@ -26,6 +26,7 @@ const INT4: PackedKind = PackedKind::Affine {
     zeros: Zeros::Integer,
     groups: 4,
     two_level: false,
+    table: false,
 };
 
 fn layers(gpu: &Gpu, c: &ModelConfig) -> CudaLayers {
