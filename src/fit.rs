@@ -204,13 +204,13 @@ impl FileKind {
         Ok(files.chain([whole]).collect())
     }
 
-    /// The quantized model that is there.
+    /// The quantized model that is there, as GPUs or CPUs hold it.
     ///
     /// # Errors
     /// A missing or misshapen tensor.
-    pub(crate) fn existing(checkpoint: &Checkpoint) -> nq_runtime::Result<Self> {
+    pub(crate) fn existing(checkpoint: &Checkpoint, on_gpu: bool) -> nq_runtime::Result<Self> {
         let c = checkpoint.config();
-        let kinds = weight_kinds(c, checkpoint.store())?;
+        let kinds = weight_kinds(c, checkpoint.store(), on_gpu)?;
         let layer = c.layer(0).linears().last().map(|l| l.name(0));
         let codes = match layer.and_then(|name| kinds.get(&name)) {
             Some(WeightKind::Trellis(scheme)) => format!("trellis {}", scheme.bits()),

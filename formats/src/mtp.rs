@@ -4,6 +4,7 @@
 use crate::error::Result;
 use crate::left_over::LeftOver;
 use crate::object::Object;
+use crate::scheme::Scheme;
 use crate::store::{Overlay, WeightStore};
 use crate::weight::Weight;
 use nq_model::mtp::{in_mtp_layer, parameters};
@@ -81,6 +82,10 @@ impl Overlay for LayerStore<'_> {
             // Of the whole model, beside its layers.
             None => name.into(),
         }
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        self.0.scheme_in_levels(&self.inner_name(name))
     }
 
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {

@@ -3,6 +3,7 @@
 //! has them.
 
 use crate::error::{Error, Result};
+use crate::scheme::Scheme;
 use crate::store::{OWN_FORMAT, Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -160,6 +161,13 @@ impl Overlay for Published {
         match self.part(name) {
             None => self.inner.matrix(name, dims),
             Some(part) => self.matrix_part(&part, dims.cols),
+        }
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.part(name) {
+            None => self.inner.scheme_in_levels(name),
+            Some(_) => None,
         }
     }
 

@@ -10,7 +10,7 @@
 
 use crate::error::{Error, Result};
 use crate::pack::{pack_row, unpack_row};
-use crate::scheme::{Bits, Group, Scales};
+use crate::scheme::{Bits, Group, Scales, Scheme};
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
@@ -333,6 +333,14 @@ impl Overlay for ShardStore<'_> {
                 Ok(part)
             }
             Err(_) => Overlay::matrix(self, name, dims),
+        }
+    }
+
+    /// None of parts of a matrix, which may be cut through a span of scales.
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.cuts.get(name) {
+            Some(_) => Overlay::scheme(self, name),
+            None => self.inner.scheme_in_levels(&self.inner_name(name)),
         }
     }
 

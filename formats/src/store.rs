@@ -79,13 +79,19 @@ pub trait WeightStore: Send + Sync {
         Ok(tensor.map(|tensor| Weight::Dense(tensor.stacked())))
     }
 
-    /// As [`WeightStore::matrix`], the same values, but with scales in two levels where files keep them so: for devices
-    /// whose kernels read these.
+    /// As [`WeightStore::matrix`], the same values, but in the fewest bits that files keep them in, with tables of levels and
+    /// scales in two levels: for devices whose kernels read these.
     ///
     /// # Errors
     /// As [`WeightStore::matrix`].
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.matrix(name, dims)
+    }
+
+    /// The scheme of what [`WeightStore::matrix_in_levels`] reads, if that is known without reading it; `None` for
+    /// unquantized weights.
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        self.scheme(name)
     }
 
     /// The weight exactly as stored in the file, possibly in a form that no kernel can run; for
@@ -168,6 +174,7 @@ overlay! {
     vector(name: &str, len: usize) -> Result<Tensor> = |s| s.inner().vector(&s.inner_name(name), len);
     matrix(name: &str, dims: Dims) -> Result<Weight> = |s| s.inner().matrix(&s.inner_name(name), dims);
     matrix_in_levels(name: &str, dims: Dims) -> Result<Weight> = |s| s.matrix(name, dims);
+    scheme_in_levels(name: &str) -> Option<Scheme> = |s| s.scheme(name);
     scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
     tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);
     experts(name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> = |s| {

@@ -18,19 +18,29 @@ pub fn bits(weight: &Weight) -> usize {
 /// The kind of each matrix of a model, by name.
 pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
 
-/// The kinds of all matrices in `store`, by name. A store that makes its weights has to make all of
-/// them for this; its owner knows the kinds already.
+/// The kinds of all matrices in `store`, by name; `in_levels`: those of [`WeightStore::matrix_in_levels`], as GPUs read them.
+/// A store that makes its weights has to make all of them for this; its owner knows the kinds already.
 ///
 /// # Errors
 /// A missing or misshapen tensor.
 pub fn weight_kinds(
     config: &ModelConfig,
     store: &dyn WeightStore,
+    in_levels: bool,
 ) -> Result<BTreeMap<String, WeightKind>> {
     let mut kinds = BTreeMap::new();
     for (name, shape) in names::parameters(config) {
         if let names::Shape::Matrix(out, inputs) = shape {
-            let kind = WeightKind::of(&store.matrix(&name, Dims::new(out, inputs))?);
+            let dims = Dims::new(out, inputs);
+            // Of a scheme that the file states apart from the weight, the order of inputs is not known.
+            let told = store
+                .scheme_in_levels(&name)
+                .filter(|_| store.scheme(&name).is_none());
+            let kind = match (in_levels, told) {
+                (true, Some(scheme)) => WeightKind::in_scheme(scheme, false),
+                (true, None) => WeightKind::of(&store.matrix_in_levels(&name, dims)?),
+                (false, _) => WeightKind::of(&store.matrix(&name, dims)?),
+            };
             kinds.insert(name, kind);
         }
     }

@@ -113,7 +113,9 @@ pub fn run(args: &FitArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let machine = machine_of(args, global, c, &terminal)?;
     let files = match &shape.checkpoint {
-        Some(checkpoint) if shape.is_quantized => vec![FileKind::existing(checkpoint)?],
+        Some(checkpoint) if shape.is_quantized => {
+            vec![FileKind::existing(checkpoint, machine.cards.is_some())?]
+        }
         _ => FileKind::all(c)?,
     };
     let beside = beside(&shape, global, machine.cards.is_none())?;

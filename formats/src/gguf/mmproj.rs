@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::files::Files;
 use crate::left_over::LeftOver;
+use crate::scheme::Scheme;
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -287,6 +288,13 @@ impl Overlay for WithTower {
                 Tensor::new(dtype, vec![len], bytes)
             }
             None => self.inner.vector(name, len),
+        }
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.stored_name(name) {
+            Some(_) => None,
+            None => self.inner.scheme_in_levels(name),
         }
     }
 

@@ -17,6 +17,7 @@ use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::mtp;
 use crate::published::{Form, Published};
+use crate::scheme::Scheme;
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
@@ -508,6 +509,15 @@ impl WeightStore for GgufStore {
 
     fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.read_matrix(name, dims, BlockWeight::to_affine)
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        if self.is_ranking_head(name) {
+            return None;
+        }
+        let kind = self.info(&self.stored_name(name)?)?.kind;
+        kind.layout()
+            .map(|layout| layout.narrow_scheme(kind.elements()).into())
     }
 
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {

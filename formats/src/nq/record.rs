@@ -1,5 +1,6 @@
 //! A quantized folder's description of itself: config.json's `quantization_config`.
 
+use crate::blocks::BlockType;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
@@ -149,6 +150,20 @@ pub fn called(schemes: impl Iterator<Item = Scheme>) -> String {
 pub fn called_in(checkpoint: &Checkpoint) -> Result<String> {
     if let Some(record) = super::record(checkpoint)? {
         return Ok(record.codes());
+    }
+    // Of a GGUF file, the types of its layers, those of most bytes first.
+    let mut types: BTreeMap<String, u64> = BTreeMap::new();
+    for entry in checkpoint.store().entries() {
+        let blocks = BlockType::from_name(&entry.dtype).is_some_and(|t| t.layout().is_some());
+        if blocks && entry.name.starts_with("blk.") {
+            *types.entry(entry.dtype).or_default() += entry.bytes;
+        }
+    }
+    if !types.is_empty() {
+        let mut types: Vec<_> = types.into_iter().collect();
+        types.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        let names: Vec<String> = types.into_iter().map(|(name, _)| name).collect();
+        return Ok(names.join(" + "));
     }
     let names = parameters(checkpoint.config()).into_iter();
     let layers = names.filter(|(name, _)| is_layer_linear(name));

@@ -566,7 +566,7 @@ fn another_architecture_of_the_same_layers_is_a_table() {
     let text = tokens(9, 3);
     let run = |config: &ModelConfig| {
         let store = Store::random(config, 31);
-        let kinds = weight_kinds(config, &store).unwrap();
+        let kinds = weight_kinds(config, &store, false).unwrap();
         assert!(kinds.keys().eq(store.matrices.keys()));
         let mut stepper =
             nq_load::stepper(config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();

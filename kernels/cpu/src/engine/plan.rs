@@ -171,7 +171,7 @@ pub fn running(
     let peak = match at_load {
         Some(kinds) => peak(c, kinds, WeightSource::Made, spec),
         None => {
-            let kinds = weight_kinds(c, checkpoint.store())?;
+            let kinds = weight_kinds(c, checkpoint.store(), false)?;
             peak(c, &|name| kinds[name], WeightSource::Mapped, spec)
         }
     };

@@ -177,7 +177,7 @@ pub(super) fn told_kinds(
         linears.map(move |linear| linear.name(layer))
     });
     let kind = |name: String| {
-        let scheme = store.scheme(&name)?;
+        let scheme = store.scheme_in_levels(&name)?;
         Some((name, WeightKind::in_scheme(scheme, act_order)))
     };
     let mut kinds: BTreeMap<String, WeightKind> = names.map(&kind).collect::<Option<_>>()?;
