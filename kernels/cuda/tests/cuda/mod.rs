@@ -590,7 +590,8 @@ fn products_of_parts_that_differ() {
         ([iq4_xs, iq2_xxs], 4),
         ([iq4_xs, nvfp4], 4),
         ([q2_k, q4_k], 8),
-        ([iq4_xs, q3_k], 8),
+        ([iq4_xs, q3_k], 4),
+        ([iq4_xs, q6_k], 8),
         (
             [
                 scheme(Bits::B4, 64, Zeros::None),
