@@ -132,7 +132,7 @@ void check_rows(const char* name, Epilogue epilogue, Source source, const std::v
                                       floats ? out.data() : nullptr,
                                       halves ? out_half.data() : nullptr, epilogue == HEAD ? best.data() : nullptr, parts.data(),
                                       m, rows, w.strips, tiles, out_padded, epilogue, 1e-6f, 0};
-        launch(Grid(blocks, groups), Of::THREADS, draw.bits() | 1, [&] { trellis_rows<C, GROUP>(args); });
+        launch(Grid(blocks, groups), Of::THREADS, draw.bits() | 1, [&] { TrellisRows<C, GROUP>(args).run(); });
 
         double error = 0, square = 0;
         bool right = digits.kept() && steps.kept() && out.kept() && out_half.kept() && best.kept() && parts.kept();
@@ -180,7 +180,7 @@ void check_expand(const char* name, void (*kernel)(const TrellisExpandArgs), con
     const TrellisExpandArgs args = {w.words.data() + size_t(first) * tiles * C::UNIT / 16, w.row_scales.data() + first * STRIP, w.places.data() + first,
                                     codes.data(), w.strips - first, tiles, spans, silu, from};
     launch(Grid(spans, (w.strips - first) / each), EXPAND_WARPS * 32, 1, [&] { kernel(args); });
-    const PackedWeight packed = {reinterpret_cast<const uint8_t*>(codes.data()), nullptr, records * 16, spans * SPAN, spans, 16, SYM, 0, 1, 0, 1.f};
+    const PackedWeight packed = {reinterpret_cast<const uint8_t*>(codes.data()), nullptr, records * 16, spans * SPAN, spans, 16, SYM, 0, 0, 1, 0, 1.f};
     int wrong = 0;
     for (int r = 0; r < records * 16; r++) {
         const int row = silu ? r / 16 * 8 + r % 8 : r, up = silu ? r / 8 % 2 : 0;   // which it is of the outputs
