@@ -83,6 +83,7 @@ fn main() -> anyhow::Result<()> {
             schemes,
             target: None,
             head_fixed: true,
+            vision_8: false,
             candidates: Vec::new(),
             method: method.name().into(),
             calibration: match calibration.as_str() {
