@@ -5,6 +5,7 @@ record the name stands for. `docs/figures.py` fails where the number differs fro
 README may hold no measurement without such a name.
 """
 
+import math
 import re
 
 from records import ROOT, percent, record, row, whole
@@ -17,6 +18,8 @@ LADDER = "2026-11-23-compare-quality.csv"
 TWO = "2026-11-26-two-gpus.csv"
 BUILD = "2026-11-23-build-time.csv"
 HEADS = "2026-11-28-draft-heads.csv"
+GGUF = "2026-11-29-gpu-gguf.csv"
+FIT_GPU = "2026-11-29-fit-gpu.csv"
 
 
 def layers(model, weights, column="tok_s"):
@@ -46,6 +49,16 @@ def mtp(model, drafted="3"):
     return row(HEADS, card="h100", model=model, draft_bits="4", drafted=drafted)
 
 
+def gguf(engine, test, batch="1"):
+    return float(row(GGUF, engine=engine, test=test, batch=batch)["tok_s"])
+
+
+def most_off():
+    """Where `nq fit` was off most, in percent, rounded up."""
+    rows = [line.split(",") for line in record(FIT_GPU).splitlines() if line[:4] == "qwen"]
+    return str(math.ceil(max(abs(float(r[-1])) for r in rows) * 100))
+
+
 VALUES = {
     "build_seconds": lambda: built("matrixmultiply: cargo install --path . --locked into an empty folder, two idle cores"),
     # Speed: one sequence on one H200, random weights of the published shapes.
@@ -55,6 +68,9 @@ VALUES = {
     "two_cards_32b": lambda: row(TWO, model="qwen3-32b", what="decode", version="4")["ratio"],
     "mtp_27b_with": lambda: whole(mtp("qwen3.5-27b")["tok_s_with"]),
     "mtp_27b_without": lambda: whole(mtp("qwen3.5-27b")["tok_s_without"]),
+    "gguf_decode": lambda: f"{gguf('nq', 'tg128') / gguf('llama.cpp', 'tg128'):.2f}",
+    "gguf_prompt": lambda: f"{gguf('nq', 'pp512') / gguf('llama.cpp', 'pp512'):.2f}",
+    "fit_off": most_off,
     # Quality: the demo model, 300,000 bytes of books, or 700,000.
     "less_q4_k_m": lambda: less(kld("--target-size 8721408B"), kld("Q4_K_M")),
     "less_trellis": lambda: less(row(TRELLIS, flags="--bits 3 --target-size 8580000B")["kld_f32"],
