@@ -220,7 +220,7 @@ pub(crate) const GENERATION: &[KeyUse] = &[
     ("top_p", "the same"),
     ("min_p", "the same"),
     ("repetition_penalty", "the same"),
-    ("eos_token_id", "tokens that end a text, beside those of config.json and the tokenizer"),
+    ("eos_token_id", "tokens that end a text, in addition to those of config.json and the tokenizer"),
 ];
 
 /// Keys of `tokenizer_config.json` that nq reads, beside all that end in `_token`.

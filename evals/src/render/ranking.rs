@@ -110,19 +110,17 @@ pub fn ranking_tables(ranking: &Ranking) -> Vec<RankingTable> {
     parts.push(ranking, "activations", |f| f.figures.activations.clone());
 
     let mut answers = RankingTable::new(ranking, "Greedy answers that are the source's");
-    let columns: [(&str, fn(&Answers) -> String); 3] = [
-        ("in 32 tokens", |a| share(a, a.same_32)),
-        ("in 300 tokens", |a| share(a, a.same_300)),
-        ("tokens until they part", |a| {
-            let whole = stats::mean(a.source_tokens.iter().map(|&n| n as f64));
-            format!("{:.0} ± {:.0} of {whole:.0}", a.mean_equal, a.mean_equal_se)
-        }),
-    ];
-    for (head, cell) in columns {
+    let mut push = |head: &str, cell: fn(&Answers) -> String| {
         answers.push(ranking, head, |f| {
             f.figures.answers.as_ref().map_or(String::new(), cell)
         });
-    }
+    };
+    push("in 32 tokens", |a| share(a, a.same_32));
+    push("in 300 tokens", |a| share(a, a.same_300));
+    push("tokens until they part", |a| {
+        let whole = stats::mean(a.source_tokens.iter().map(|&n| n as f64));
+        format!("{:.0} ± {:.0} of {whole:.0}", a.mean_equal, a.mean_equal_se)
+    });
 
     let mut tasks = RankingTable::new(ranking, "Calls of tools and JSON");
     type Shares = fn(&TaskFigures) -> TaskShares;

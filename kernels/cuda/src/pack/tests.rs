@@ -244,7 +244,7 @@ fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) ->
     } else {
         32 + 32 * usize::from(zeros == Zeros::Offset)
     };
-    let levels = &meta[rows..][..2 * usize::from(table) << bits.width()];
+    let levels = &meta[rows..][..usize::from(table) << (bits.width() + 1)];
     let scales = &meta[rows + levels.len()..];
     let points = &scales[groups * if two_level { 16 } else { 32 }..];
     let product = |factor: f32, byte: f32| f16::from_f32(factor * byte).to_f32();
