@@ -274,6 +274,28 @@ extern "C" __global__ void grad_silu_grad(const __grid_constant__ GradSiluArgs p
     p.up[i] = d * g * sigmoid;
 }
 
+// x *= sigmoid(gate). One value a thread.
+struct GradGateArgs {
+    float* gate;
+    const float* x;   // of the gradient
+    float* to;        // x; or the gradient at the product, which becomes that at x
+    long long n;
+};
+
+extern "C" __global__ void grad_gate(const __grid_constant__ GradGateArgs p) {
+    const long long i = value_index();
+    if (i < p.n) p.to[i] *= 1.f / (1.f + expf(-p.gate[i]));
+}
+
+// The gradients in place of gate and of that at the product.
+extern "C" __global__ void grad_gate_grad(const __grid_constant__ GradGateArgs p) {
+    const long long i = value_index();
+    if (i >= p.n) return;
+    const float open = 1.f / (1.f + expf(-p.gate[i])), d = p.to[i];
+    p.gate[i] = d * p.x[i] * open * (1.f - open);
+    p.to[i] = d * open;
+}
+
 // loss = sum(p (ln p - ln q)) of a row, p the teacher's softmax and q that of the logits, whose
 // place the gradient (q - p) * weight takes. A row a block.
 struct GradKlArgs {

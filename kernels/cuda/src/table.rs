@@ -8,7 +8,7 @@ use super::{
 use super::{prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 28] = [
+static TABLE: [&[&KernelRow]; 29] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -24,6 +24,7 @@ static TABLE: [&[&KernelRow]; 28] = [
     gemm_step::ROWS,
     gemv::ROWS,
     grad::ROWS,
+    grad::delta::ROWS,
     grad::gemm::ROWS,
     grad::layer::ROWS,
     grad::train::ROWS,

@@ -11,21 +11,23 @@ mod dense;
 mod head;
 mod stepper;
 mod turned;
+mod whole;
 
-pub use cpu::CpuOps;
+pub use cpu::{CpuOps, CpuStates};
 pub use head::hold_head;
 pub use stepper::{hold_layer, hold_work, stepper};
+pub use turned::Turned;
+pub use whole::{Columns, SplitQueries, WholeHeads, multiply_beside};
 
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use nq_model::forward::{
-    Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
+    Delta, DeltaParameters, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
 };
-use nq_model::{Dims, LinearSpec, ModelConfig, Product};
+use nq_model::{Dims, LinearKind, LinearSpec, ModelConfig, Product};
 use nq_runtime::states::{delta_shape, shape_of};
 use nq_runtime::{Error, Result};
 use std::marker::PhantomData;
-use turned::Turned;
 
 /// A weight on a device: its values, or something from which they are computed.
 pub trait Load<O: LayerOps> {
@@ -56,6 +58,8 @@ pub struct Tape<O: Allocate> {
     pub vh: O::Floats,
     /// `[rows, q_dim]`, the input of `o_proj`; with recurrences at least as wide as that of their output.
     pub o: O::Floats,
+    /// `[rows, q_dim]`, gates of what heads attended to; empty if they have none.
+    pub gates: O::Floats,
     /// `[rows, hidden]`, the residual stream after attention.
     pub mid: O::Floats,
     /// `[rows, intermediate]`, or the width of a shared expert. Of no use for a backward in a layer with experts.
@@ -84,6 +88,7 @@ impl<O: Allocate> Tape<O> {
             kh: floats(kv)?,
             vh: floats(kv)?,
             o: floats(q.max(values))?,
+            gates: floats(c.gate_dim())?,
             mid: floats(c.hidden_size)?,
             gate: floats(mlp)?,
             up: floats(mlp)?,
@@ -110,15 +115,19 @@ pub struct Workspace<O: Allocate> {
     pub w: O::Floats,
     /// `[rows]` ones, which spread biases over rows; empty if there are no biases.
     pub ones: O::Floats,
-    gates: O::Floats, // [rows, q_dim], of what heads attended to; empty if they have none
-    delta: Option<DeltaBuffers<O>>,
+    /// For layers with recurrences.
+    pub delta: Option<DeltaBuffers<O>>,
+    /// How whole Linears give queries, keys and gates; `None` if weights are as kernels take them.
+    pub whole: Option<WholeHeads<O>>,
     experts: Option<ExpertWork<O>>,
 }
 
 /// Further buffers for layers with recurrences.
-struct DeltaBuffers<O: Allocate> {
-    rates: O::Floats, // [rows, 2 value_heads]
-    work: DeltaWork<O::Floats>,
+pub struct DeltaBuffers<O: Allocate> {
+    /// `[rows, 2 value_heads]`: `b` and `a`.
+    pub rates: O::Floats,
+    /// What the recurrence works in.
+    pub work: DeltaWork<O::Floats>,
 }
 
 /// The widest hidden values of a SwiGLU of a model of shape `c`: of an MLP, an expert or a shared expert.
@@ -158,13 +167,13 @@ impl<O: Allocate> Workspace<O> {
             config: c.clone(),
             cos_sin,
             h: floats(rows * c.hidden_size)?,
-            wide: floats(rows * widest_mlp(c).max(c.q_dim()).max(products))?,
+            wide: floats(rows * widest_mlp(c).max(c.q_dim() + c.gate_dim()).max(products))?,
             heads: floats(rows * c.q_dim())?,
             kv: floats(rows * c.kv_dim())?,
             p: floats(batch * c.num_attention_heads * seq * seq)?,
             w: floats(largest)?,
             ones: ones(ops, c, rows)?,
-            gates: floats(rows * c.gate_dim())?,
+            whole: None,
             delta: match delta {
                 None => None,
                 Some(shape) => Some(DeltaBuffers {
@@ -181,6 +190,69 @@ impl<O: Allocate> Workspace<O> {
                 }),
             },
         })
+    }
+}
+
+impl<O: Allocate> Workspace<O> {
+    /// For weights of whole Linears, as files hold them.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn of_whole_linears(mut self, ops: &O) -> Result<Self> {
+        self.whole = WholeHeads::new(ops, &self.config)?;
+        Ok(self)
+    }
+}
+
+impl<O: LayerOps> Workspace<O> {
+    /// Computes the products of a recurrence of `rows` rows from `h`: into `wide` those that it mixes if `to` is
+    /// [`Projection::Mixer`], otherwise its rates.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn project_delta<M: Load<O>>(
+        &mut self,
+        ops: &O,
+        w: &Packed<Vec<M>>,
+        to: Projection,
+        rows: usize,
+    ) -> Result<()> {
+        let DeltaBuffers { rates, work } = buffers(&mut self.delta);
+        let (to, part) = match to {
+            Projection::Mixer => (&mut self.wide, &mut work.mixed),
+            _ => (rates, &mut work.scanned),
+        };
+        let (device, scratch) = ((ops, &self.config), &mut self.w);
+        Ok(multiply_beside(
+            device,
+            w,
+            rows,
+            (&self.h, to),
+            part,
+            scratch,
+        )?)
+    }
+
+    /// The operands of a recurrence over `(batch, seq)` sequences and tokens, from its products, and what it works in.
+    pub fn delta_inputs<'a, G: AsRef<O::Floats>>(
+        &'a mut self,
+        vectors: &'a DeltaParameters<G>,
+        (batch, seq): (usize, usize),
+    ) -> (DeltaInputs<'a, O::Floats>, &'a mut DeltaWork<O::Floats>) {
+        let own = buffers(&mut self.delta);
+        let inputs = DeltaInputs {
+            shape: delta_shape(&self.config),
+            batch,
+            seq,
+            qkvz: &self.wide,
+            ba: &own.rates,
+            conv: vectors.conv.as_ref(),
+            decay: vectors.decay.as_ref(),
+            dt_bias: vectors.dt_bias.as_ref(),
+            norm: vectors.norm.as_ref(),
+            eps: self.config.rms_norm_eps,
+        };
+        (inputs, &mut own.work)
     }
 }
 
@@ -254,6 +326,36 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
 
     fn rows(&self) -> usize {
         self.batch * self.seq
+    }
+
+    /// Queries, keys, values and gates from products of whole Linears.
+    fn project_whole(&mut self, w: &Packed<Vec<M>>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let c = &work.config;
+        let Some(whole) = &work.whole else {
+            unreachable!("a workspace of whole Linears");
+        };
+        for (i, (linear, weight)) in w.spec.linears.iter().zip(&w.linear).enumerate() {
+            let to = if i == 0 { &mut work.wide } else { &mut work.kv };
+            let Dims { rows: n, cols } = linear.dims(c);
+            let product = Gemm::linear(rows, n, cols);
+            ops.gemm(product, &work.h, weight.load(ops, &mut work.w)?, to)?;
+            match i {
+                0 => {
+                    let queries = SplitQueries {
+                        whole: &mut work.wide,
+                        ordered: &mut work.heads,
+                        turned: &mut tape.q,
+                        gates: &mut tape.gates,
+                    };
+                    whole.split(ops, rows * c.num_attention_heads, queries)?;
+                }
+                1 => whole.turn(ops, rows * c.num_key_value_heads, &work.kv, &mut tape.k)?,
+                _ => {}
+            }
+        }
+        Ok(())
     }
 }
 
@@ -349,23 +451,29 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         if matches!(to, Projection::Mixer | Projection::Gated) {
             (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
         }
+        if matches!(
+            w.spec.linears[0].kind,
+            LinearKind::DeltaQkv | LinearKind::DeltaB
+        ) {
+            return work.project_delta(ops, w, to, rows);
+        }
+        if let (Projection::Mixer, Some(_)) = (to, &work.whole) {
+            return self.project_whole(w);
+        }
         let outputs = |linear: &LinearSpec| linear.dims(c).rows;
-        // The Linears of a recurrence's product are one weight here.
-        let all = w.spec.linears.iter().map(outputs).sum();
         let (q, kv, width) = (c.q_dim(), c.kv_dim(), outputs(&w.spec.linears[0]));
-        let to_each = match (to, &w.linear[..]) {
-            (Projection::Mixer, [_]) => vec![(&mut work.wide, all)],
+        let to_each = match to {
             // Of gated heads, the gates have a weight of their own behind the others.
-            (Projection::Mixer, _) => vec![
+            Projection::Mixer => vec![
                 (&mut tape.q, q),
                 (&mut tape.k, kv),
                 (&mut work.kv, kv),
-                (&mut work.gates, q),
+                (&mut tape.gates, q),
             ],
-            (Projection::Gated, _) => vec![(&mut tape.gate, width), (&mut tape.up, width)],
-            (Projection::Rates, _) => vec![(&mut buffers(&mut work.delta).rates, all)],
-            (Projection::Scores, _) => vec![(&mut buffers(&mut work.experts).scores, all)],
-            (Projection::SharedScore, _) => vec![(&mut buffers(&mut work.experts).weights, all)],
+            Projection::Gated => vec![(&mut tape.gate, width), (&mut tape.up, width)],
+            Projection::Rates => unreachable!("rates are those of a recurrence"),
+            Projection::Scores => vec![(&mut buffers(&mut work.experts).scores, width)],
+            Projection::SharedScore => vec![(&mut buffers(&mut work.experts).weights, width)],
         };
         for (weight, (out, n)) in w.linear.iter().zip(to_each) {
             let product = Gemm::linear(rows, n, c.hidden_size);
@@ -422,28 +530,14 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         ops.gemm(values, &work.p, &tape.vh, &mut work.heads)?;
         ops.heads_to_rows(&work.heads, &mut tape.o, qs)?;
         if vectors.gated {
-            let each = Dims::new(batch * seq * c.q_dim(), 1);
-            ops.scale_rows(&work.gates, &mut tape.o, each)?;
+            ops.gate(&tape.gates, &mut tape.o, batch * seq * c.q_dim())?;
         }
         Ok(())
     }
 
     fn recur(&mut self, _layer: usize, _norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
-        let (work, vectors) = (&mut *self.work, &delta.vectors);
-        let own = buffers(&mut work.delta);
-        let inputs = DeltaInputs {
-            shape: delta_shape(&work.config),
-            batch: self.batch,
-            seq: self.seq,
-            qkvz: &work.wide,
-            ba: &own.rates,
-            conv: vectors.conv.as_ref(),
-            decay: vectors.decay.as_ref(),
-            dt_bias: vectors.dt_bias.as_ref(),
-            norm: vectors.norm.as_ref(),
-            eps: work.config.rms_norm_eps,
-        };
-        Ok((self.ops).delta(inputs, &mut own.work, &mut self.tape.o)?)
+        let (inputs, work) = (self.work).delta_inputs(&delta.vectors, (self.batch, self.seq));
+        Ok((self.ops).delta(inputs, work, &mut self.tape.o)?)
     }
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture

@@ -9,13 +9,14 @@ use nq_runtime::rope::Rotary;
 
 /// The order of the values of a head.
 #[derive(Clone, Copy)]
-pub(super) struct Turned {
+pub struct Turned {
     dim: usize,
     rotary_dims: usize,
 }
 
 impl Turned {
-    pub(super) fn new(c: &ModelConfig) -> Self {
+    /// That of the heads of a model of shape `c`.
+    pub fn new(c: &ModelConfig) -> Self {
         Turned {
             dim: c.head_dim,
             rotary_dims: c.rotary_dims(),
@@ -23,7 +24,7 @@ impl Turned {
     }
 
     /// Where value `i` of a head stands in weights.
-    pub(super) fn source(self, i: usize) -> usize {
+    pub fn source(self, i: usize) -> usize {
         let (half, turned) = (self.dim / 2, self.rotary_dims / 2);
         let (upper, i) = (i / half, i % half);
         match i < turned {
@@ -33,15 +34,32 @@ impl Turned {
     }
 
     /// The values of whole heads in this order.
-    pub(super) fn apply(self, values: &[f32]) -> Vec<f32> {
+    pub fn apply(self, values: &[f32]) -> Vec<f32> {
         let heads = values.chunks_exact(self.dim);
         heads
             .flat_map(|head| (0..self.dim).map(move |i| head[self.source(i)]))
             .collect()
     }
 
+    /// The values of whole heads in the order of weights, from those in this order.
+    pub fn restore(self, values: &[f32]) -> Vec<f32> {
+        let mut restored = vec![0.0; values.len()];
+        let heads = restored.chunks_exact_mut(self.dim);
+        for (to, from) in heads.zip(values.chunks_exact(self.dim)) {
+            for (i, &value) in from.iter().enumerate() {
+                to[self.source(i)] = value;
+            }
+        }
+        restored
+    }
+
+    /// True if it is that of weights.
+    pub fn is_weights(self) -> bool {
+        (0..self.dim).all(|i| self.source(i) == i)
+    }
+
     /// Pairs of cosine and sine for the first `positions` positions, `[positions, dim / 2]`.
-    pub(super) fn pairs(self, c: &ModelConfig, positions: usize) -> Vec<[f32; 2]> {
+    pub fn pairs(self, c: &ModelConfig, positions: usize) -> Vec<[f32; 2]> {
         let (half, turned) = (self.dim / 2, self.rotary_dims / 2);
         let table = Rotary::new(c).pairs(positions);
         let rows = table.chunks_exact(turned.max(1));
@@ -72,5 +90,7 @@ mod tests {
         };
         let expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15];
         assert_eq!(order.apply(&values), expected.map(|i| i as f32));
+        assert_eq!(order.restore(&order.apply(&values)), values);
+        assert!(!order.is_weights());
     }
 }

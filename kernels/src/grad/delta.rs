@@ -12,7 +12,6 @@ pub const DELTA_CHUNK_VALUES: usize = 2 * DELTA_CHUNK * DELTA_CHUNK + 4 * DELTA_
 pub const DELTA_INPUTS: usize = 20;
 
 /// The operands of [`LayerOps::delta`](super::LayerOps::delta): a gated DeltaNet over `batch` whole sequences of `seq` tokens.
-#[derive(Clone, Copy)]
 pub struct DeltaInputs<'a, F> {
     /// Its shape.
     pub shape: DeltaShape,
@@ -35,6 +34,14 @@ pub struct DeltaInputs<'a, F> {
     /// Epsilon of that norm.
     pub eps: f32,
 }
+
+impl<F> Clone for DeltaInputs<'_, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for DeltaInputs<'_, F> {}
 
 impl<F> DeltaInputs<'_, F> {
     /// Number of rows.
@@ -77,4 +84,61 @@ impl<F> DeltaWork<F> {
 pub fn delta_state_bytes(shape: &DeltaShape) -> usize {
     let matrices = shape.values() * shape.key_dim;
     size_of::<f32>() * (matrices + DELTA_INPUTS * shape.channels())
+}
+
+/// Which token [`GradOps::delta_step`](super::GradOps::delta_step) runs, of which layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaStepAt {
+    /// The layer, counted among those with a recurrence.
+    pub layer: usize,
+    /// The token's position in its sequence; at 0 states begin with zeros.
+    pub position: usize,
+}
+
+/// Where [`GradOps::delta_grad`](super::GradOps::delta_grad) writes gradients at [`DeltaInputs`].
+pub struct DeltaGrads<'a, F> {
+    /// `[rows, channels + values]`: at the products `qkvz`.
+    pub qkvz: &'a mut F,
+    /// `[rows, 2 value_heads]`: at `b` and `a`.
+    pub ba: &'a mut F,
+}
+
+/// Rows of a sequence between two states that the backward of a gated DeltaNet keeps on a GPU: `SEGMENT` of
+/// `cuda/grad_delta.cu`.
+pub const DELTA_SEGMENT: usize = 16;
+/// Most sequences whose states the backward keeps at once.
+const DELTA_TOGETHER: usize = 8;
+
+/// Memory in which [`GradOps::delta_grad`](super::GradOps::delta_grad) works, besides [`DeltaWork`].
+pub struct DeltaGradWork<F> {
+    /// `[rows, values]`: what tokens write to states, before beta.
+    pub deltas: F,
+    /// `[rows, 2, values]`: gradients at queries and keys, by head of values.
+    pub by_head: F,
+    /// `[rows, 3 key_heads]`: what made queries and keys as long as they are, and their products.
+    pub lengths: F,
+    /// `[sequences, value_heads, segments, key_dim, value_dim]`: states in front of segments.
+    pub states: F,
+}
+
+impl<F> DeltaGradWork<F> {
+    /// Allocates it for `batch` sequences of `seq` tokens.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(
+        ops: &impl Allocate<Floats = F>,
+        shape: &DeltaShape,
+        (batch, seq): (usize, usize),
+    ) -> Result<Self> {
+        let floats = |n: usize| ops.floats("work of a recurrence's gradient", n);
+        let rows = batch * seq;
+        let segments = batch.min(DELTA_TOGETHER) * seq.div_ceil(DELTA_SEGMENT);
+        Ok(DeltaGradWork {
+            deltas: floats(rows * shape.values())?,
+            by_head: floats(rows * 2 * shape.value_heads * shape.key_dim)?,
+            lengths: floats(rows * 3 * shape.key_heads)?,
+            states: floats(segments * shape.values() * shape.key_dim)?,
+        })
+    }
 }

@@ -8,10 +8,12 @@
 mod delta;
 
 pub use delta::{
-    DELTA_CHUNK, DELTA_CHUNK_VALUES, DELTA_INPUTS, DeltaInputs, DeltaWork, delta_state_bytes,
+    DELTA_CHUNK, DELTA_CHUNK_VALUES, DELTA_INPUTS, DELTA_SEGMENT, DeltaGradWork, DeltaGrads,
+    DeltaInputs, DeltaStepAt, DeltaWork, delta_state_bytes,
 };
 
 use crate::account::{Account, Held};
+use crate::delta::DeltaShape;
 use crate::error::{Error, Result};
 use crate::second_order::SecondOrder;
 use nq_model::Dims;
@@ -254,6 +256,8 @@ pub trait Allocate {
     type Ids;
     /// Bytes on the device.
     type Codes;
+    /// States of recurrences of sequences that go on token by token.
+    type States;
 
     /// Allocates `len` zeros; errors name `what`.
     fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
@@ -261,6 +265,9 @@ pub trait Allocate {
     fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
     /// Allocates `len` zeros; errors name `what`.
     fn codes(&self, what: &'static str, len: usize) -> Result<Self::Codes>;
+    /// Allocates the states of `slots` sequences in `layers` layers. Besides the errors of [`Allocate`],
+    /// [`Error::NoKernel`] for heads of widths that the device does not serve.
+    fn states(&self, shape: DeltaShape, layers: usize, slots: usize) -> Result<Self::States>;
     /// Writes from the host, from index 0 on.
     fn write(&self, to: &mut Self::Floats, from: &[f32]) -> Result<()>;
 }
@@ -269,6 +276,7 @@ impl Allocate for Account {
     type Floats = Held;
     type Ids = Held;
     type Codes = Held;
+    type States = Held;
 
     fn floats(&self, _what: &'static str, len: usize) -> Result<Held> {
         Ok(self.hold(size_of::<f32>() * len))
@@ -280,6 +288,11 @@ impl Allocate for Account {
 
     fn codes(&self, _what: &'static str, len: usize) -> Result<Held> {
         Ok(self.hold(len))
+    }
+
+    fn states(&self, shape: DeltaShape, layers: usize, slots: usize) -> Result<Held> {
+        let all = layers.saturating_mul(slots);
+        Ok(self.hold(all.saturating_mul(delta_state_bytes(&shape))))
     }
 
     fn write(&self, _to: &mut Held, _from: &[f32]) -> Result<()> {
@@ -456,6 +469,9 @@ pub trait LayerOps: Buffers {
         n: usize,
     ) -> Result<()>;
 
+    /// Multiplies each of the first `n` values of `x` by the sigmoid of its gate.
+    fn gate(&self, gate: &Self::Floats, x: &mut Self::Floats, n: usize) -> Result<()>;
+
     /// Multiplies each row of `x` by the sigmoid of its score; `shape` = (rows, width).
     fn scale_rows(&self, scores: &Self::Floats, x: &mut Self::Floats, shape: Dims) -> Result<()>;
 
@@ -490,6 +506,38 @@ pub trait GradOps: LayerOps {
         loss: &mut Self::Floats,
         shape: Dims,
         weight: f32,
+    ) -> Result<()>;
+
+    /// The gradient of [`LayerOps::gate`]: from the gradient `dout` at the product those at the gates and at x, in place of
+    /// `gate` and `dout`. `n` values each.
+    fn gate_grad(
+        &self,
+        gate: &mut Self::Floats,
+        x: &Self::Floats,
+        dout: &mut Self::Floats,
+        n: usize,
+    ) -> Result<()>;
+
+    /// As [`LayerOps::delta`], of the next token of every sequence (`inputs.seq` is 1), whose states go on.
+    fn delta_step(
+        &self,
+        inputs: DeltaInputs<'_, Self::Floats>,
+        states: &mut Self::States,
+        at: DeltaStepAt,
+        out: &mut Self::Floats,
+    ) -> Result<()>;
+
+    /// The gradient of [`LayerOps::delta`] from that at its output, `dout` `[rows, values]`. The convolution, rates of
+    /// decay, biases and the norm's gains are taken as fixed.
+    fn delta_grad(
+        &self,
+        inputs: DeltaInputs<'_, Self::Floats>,
+        work: (
+            &mut DeltaWork<Self::Floats>,
+            &mut DeltaGradWork<Self::Floats>,
+        ),
+        dout: &Self::Floats,
+        to: DeltaGrads<'_, Self::Floats>,
     ) -> Result<()>;
 
     /// The values of a rounded weight, from its latent values.

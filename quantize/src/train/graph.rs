@@ -8,10 +8,17 @@ use super::params::{DeviceMatrix, Model};
 use super::values::Values;
 use super::{refused, untrainable};
 use crate::error::Result;
-use nq_f32::{AttentionProducts, Load, Pass, Tape, Workspace, attention_weights};
-use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
-use nq_model::forward::{Attention, Block, Mix, Mlp, Packed};
+use nq_f32::{
+    AttentionProducts, Columns, DeltaBuffers, Load, Pass, SplitQueries, Tape, Workspace,
+    attention_weights,
+};
+use nq_kernels::delta::DeltaShape;
+use nq_kernels::grad::{
+    Allocate, DeltaGradWork, DeltaGrads, Gemm, GradOps, HeadShape, Occurrences,
+};
+use nq_model::forward::{Attention, Block, Delta, Mix, Mlp, Packed, Projection};
 use nq_model::{Dims, LayerSpec, ModelConfig};
+use nq_runtime::states::shape_of;
 
 /// Most logits held at once, per model.
 const LOGITS: usize = 1 << 26;
@@ -23,22 +30,47 @@ pub struct Graph<O: Allocate> {
     seq: usize,
     head_rows: usize,
     f: Workspace<O>,
-    ids: O::Ids,          // [rows]
-    xs: Vec<O::Floats>,   // layers + 1 of [rows, hidden]
-    saved: Vec<Tape<O>>,  // by layer
-    inv: O::Floats,       // [rows], of the final norm
-    teacher: O::Floats,   // [rows, hidden], the teacher's normed output
-    dx: O::Floats,        // [rows, hidden]
-    dh: O::Floats,        // [rows, hidden]
-    wide2: O::Floats,     // [rows, max(intermediate, q_dim)]
-    dk: O::Floats,        // [rows, kv_dim]
-    dv: O::Floats,        // [rows, kv_dim]
-    dp: O::Floats,        // [batch, heads, seq, seq]
+    ids: O::Ids,         // [rows]
+    xs: Vec<O::Floats>,  // layers + 1 of [rows, hidden]
+    saved: Vec<Tape<O>>, // by layer
+    inv: O::Floats,      // [rows], of the final norm
+    teacher: O::Floats,  // [rows, hidden], the teacher's normed output
+    dx: O::Floats,       // [rows, hidden]
+    dh: O::Floats,       // [rows, hidden]
+    wide2: O::Floats,    // [rows, max(intermediate, q_dim + gate_dim, values of a recurrence)]
+    dk: O::Floats,       // [rows, kv_dim]
+    dv: O::Floats,       // [rows, kv_dim]
+    dp: O::Floats,       // [batch, heads, seq, seq]
+    delta: Option<DeltaGradients<O>>,
     dw: O::Floats,        // the largest weight
     head_in: O::Floats,   // [head_rows, hidden]
     logits: O::Floats,    // [head_rows, vocab]
     reference: O::Floats, // [head_rows, vocab]
     loss: O::Floats,      // [head_rows]
+}
+
+/// Further buffers for the gradients of layers with recurrences.
+struct DeltaGradients<O: Allocate> {
+    shape: DeltaShape,
+    work: DeltaGradWork<O::Floats>,
+    qkvz: O::Floats, // [rows, channels + values]
+    ba: O::Floats,   // [rows, 2 value_heads]
+    b: O::Floats,    // [rows, value_heads]
+    a: O::Floats,    // [rows, value_heads]
+}
+
+impl<O: Allocate> DeltaGradients<O> {
+    fn new(ops: &O, shape: DeltaShape, batch: usize, seq: usize) -> Result<Self> {
+        let floats = |width: usize| ops.floats("gradients of a recurrence", batch * seq * width);
+        Ok(DeltaGradients {
+            shape,
+            work: DeltaGradWork::new(ops, &shape, (batch, seq))?,
+            qkvz: floats(shape.stride())?,
+            ba: floats(2 * shape.value_heads)?,
+            b: floats(shape.value_heads)?,
+            a: floats(shape.value_heads)?,
+        })
+    }
 }
 
 fn head_rows(c: &ModelConfig, rows: usize) -> usize {
@@ -78,12 +110,15 @@ impl<O: Allocate> Graph<O> {
         let xs = (0..=c.num_hidden_layers).map(|_| Ok(floats(hidden)?));
         let xs = xs.collect::<Result<_>>()?;
         let head_rows = head_rows(c, rows);
+        let shape = shape_of(c);
+        let values = shape.map_or(0, |s| s.values());
+        let wide = (c.intermediate_size.max(c.q_dim() + c.gate_dim())).max(values);
         Ok(Graph {
             config: c.clone(),
             batch,
             seq,
             head_rows,
-            f: Workspace::new(ops, c, batch, seq, largest_weight(c))?,
+            f: Workspace::new(ops, c, batch, seq, largest_weight(c))?.of_whole_linears(ops)?,
             ids: ops.ids("tokens", rows)?,
             xs,
             saved,
@@ -91,10 +126,14 @@ impl<O: Allocate> Graph<O> {
             teacher: floats(hidden)?,
             dx: floats(hidden)?,
             dh: floats(hidden)?,
-            wide2: floats(rows * c.intermediate_size.max(c.q_dim()))?,
+            wide2: floats(rows * wide)?,
             dk: floats(kv)?,
             dv: floats(kv)?,
             dp: floats(batch * c.num_attention_heads * seq * seq)?,
+            delta: match shape {
+                None => None,
+                Some(shape) => Some(DeltaGradients::new(ops, shape, batch, seq)?),
+            },
             dw: floats(largest_weight(c))?,
             head_in: floats(head_rows * c.hidden_size)?,
             logits: floats(head_rows * c.vocab_size)?,
@@ -208,7 +247,8 @@ impl<O: GradOps> Graph<O> {
                 match mixer {
                     Mix::Attention(a) => self.attention_gradient(ops, norm, a, layer, rows)?,
                     Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, layer, rows)?,
-                    Mix::Delta(_) | Mix::Experts(_) => {
+                    Mix::Delta(d) => self.delta_gradient(ops, norm, d, layer, rows)?,
+                    Mix::Experts(_) => {
                         return Err(refused(untrainable(&self.config).unwrap_or("this layer")));
                     }
                 }
@@ -372,11 +412,17 @@ impl<O: GradOps> Graph<O> {
             dw: &mut self.dw,
         };
         ops.silu_mul(&s.gate, &s.up, &mut f.wide, values)?;
-        product.gradient(&mut mlp.down, &[&self.dx], &f.wide, &mut self.wide2)?;
+        product.gradient(
+            &mut mlp.down,
+            &[&self.dx],
+            &f.wide,
+            (&mut self.wide2, false),
+        )?;
         ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, values)?;
         let gain = &norm.value;
         ops.rms_norm(&s.mid, gain, &mut f.h, &mut s.inv2, shape, c.rms_norm_eps)?;
-        product.gradient(&mut mlp.gate_up, &[&s.gate, &s.up], &f.h, &mut self.dh)?;
+        let dh = (&mut self.dh, false);
+        product.gradient(&mut mlp.gate_up, &[&s.gate, &s.up], &f.h, dh)?;
         let dx = (&mut self.dx, true);
         norm_gradient(ops, norm, (&s.mid, &s.inv2), &self.dh, dx, shape)
     }
@@ -404,10 +450,15 @@ impl<O: GradOps> Graph<O> {
             w: &mut f.w,
             dw: &mut self.dw,
         };
-        product.gradient(&mut attention.o, &[&self.dx], &s.o, &mut f.wide)?;
+        product.gradient(&mut attention.o, &[&self.dx], &s.o, (&mut f.wide, false))?;
+        attention_weights(ops, c, batch, seq, s, &mut f.p)?;
+        if attention.heads.gated {
+            ops.gemm(a.values, &f.p, &s.vh, &mut f.heads)?;
+            ops.heads_to_rows(&f.heads, &mut self.wide2, qs)?;
+            ops.gate_grad(&mut s.gates, &self.wide2, &mut f.wide, rows * c.q_dim())?;
+        }
         ops.rows_to_heads(&f.wide, &mut f.heads, qs)?;
 
-        attention_weights(ops, c, batch, seq, s, &mut f.p)?;
         ops.gemm(a.values_grad, &f.p, &f.heads, &mut f.kv)?;
         ops.heads_to_rows(&f.kv, &mut self.dv, ks)?;
         ops.gemm(a.weights_grad, &f.heads, &s.vh, &mut self.dp)?;
@@ -436,8 +487,95 @@ impl<O: GradOps> Graph<O> {
         let (x, shape) = (&self.xs[layer], Dims::new(rows, c.hidden_size));
         let (gain, eps) = (&norm.value, c.rms_norm_eps);
         ops.rms_norm(x, gain, &mut f.h, &mut s.inv1, shape, eps)?;
-        let dqkv = [&f.wide, &self.dk, &self.dv];
-        product.gradient(&mut attention.qkv, &dqkv, &f.h, &mut self.dh)?;
+        let dqkv = match &f.whole {
+            None => [&f.wide, &self.dk, &self.dv],
+            Some(whole) => {
+                let queries = SplitQueries {
+                    whole: &mut self.wide2,
+                    ordered: &mut f.heads,
+                    turned: &mut f.wide,
+                    gates: &mut s.gates,
+                };
+                whole.split_grad(ops, rows * qs.heads, queries)?;
+                whole.turn_grad(ops, rows * ks.heads, &self.dk, &mut f.kv)?;
+                [&self.wide2, &f.kv, &self.dv]
+            }
+        };
+        product.gradient(&mut attention.qkv, &dqkv, &f.h, (&mut self.dh, false))?;
+        let dx = (&mut self.dx, true);
+        norm_gradient(ops, norm, (x, &s.inv1), &self.dh, dx, shape)
+    }
+
+    /// From the gradient after a layer's recurrence to the gradient at its input, both in `dx`.
+    fn delta_gradient(
+        &mut self,
+        ops: &O,
+        norm: &mut Values<O>,
+        delta: &mut Delta<Vec<DeviceMatrix<O>>, Values<O>>,
+        layer: usize,
+        rows: usize,
+    ) -> Result<()> {
+        let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
+        let Some(own) = &mut self.delta else {
+            unreachable!("a graph of a model with recurrences has buffers for their gradients");
+        };
+        let mut product = Products {
+            ops,
+            c,
+            rows,
+            w: &mut f.w,
+            dw: &mut self.dw,
+        };
+        let values = (&mut self.wide2, false);
+        product.gradient(&mut delta.out, &[&self.dx], &s.o, values)?;
+
+        let (x, shape) = (&self.xs[layer], Dims::new(rows, c.hidden_size));
+        ops.rms_norm(x, &norm.value, &mut f.h, &mut s.inv1, shape, c.rms_norm_eps)?;
+        f.project_delta(ops, &delta.inputs, Projection::Mixer, rows)?;
+        f.project_delta(ops, &delta.rates, Projection::Rates, rows)?;
+        let (inputs, work) = f.delta_inputs(&delta.vectors, (rows / self.seq, self.seq));
+        let to = DeltaGrads {
+            qkvz: &mut own.qkvz,
+            ba: &mut own.ba,
+        };
+        ops.delta_grad(inputs, (work, &mut own.work), &self.wide2, to)?;
+
+        let Some(DeltaBuffers { work, .. }) = &mut f.delta else {
+            unreachable!("a workspace of a model with recurrences has buffers for them");
+        };
+        let (channels, width) = (own.shape.channels(), own.shape.stride());
+        let (at, n) = (channels, width - channels);
+        let qkv = Columns {
+            at: 0,
+            n: at,
+            width,
+        };
+        qkv.take(ops, rows, &own.qkvz, &mut work.mixed)?;
+        Columns { at, n, width }.take(ops, rows, &own.qkvz, &mut work.scanned)?;
+        let n = own.shape.value_heads;
+        for (at, to) in [(0, &mut own.b), (n, &mut own.a)] {
+            let columns = Columns {
+                at,
+                n,
+                width: 2 * n,
+            };
+            columns.take(ops, rows, &own.ba, to)?;
+        }
+        let mut product = Products {
+            ops,
+            c,
+            rows,
+            w: &mut f.w,
+            dw: &mut self.dw,
+        };
+        let mixed = [&work.mixed, &work.scanned];
+        product.gradient(&mut delta.inputs, &mixed, &f.h, (&mut self.dh, false))?;
+        product.gradient(
+            &mut delta.rates,
+            &[&own.b, &own.a],
+            &f.h,
+            (&mut self.dh, true),
+        )?;
         let dx = (&mut self.dx, true);
         norm_gradient(ops, norm, (x, &s.inv1), &self.dh, dx, shape)
     }
@@ -454,13 +592,13 @@ struct Products<'a, O: GradOps> {
 
 impl<O: GradOps> Products<'_, O> {
     /// From the gradients `dy` at a product's outputs, by Linear, and its input `x`: adds the gradient
-    /// of each weight to that weight's, and leaves the gradient at the input in `dx`.
+    /// of each weight to that weight's, and writes the gradient at the input to `dx`, or adds it if `add`.
     fn gradient(
         &mut self,
         product: &mut Packed<Vec<DeviceMatrix<O>>>,
         dy: &[&O::Floats],
         x: &O::Floats,
-        dx: &mut O::Floats,
+        (dx, add): (&mut O::Floats, bool),
     ) -> Result<()> {
         let ops = self.ops;
         let linears = product.spec.linears.iter().zip(&mut product.linear).zip(dy);
@@ -475,7 +613,7 @@ impl<O: GradOps> Products<'_, O> {
                 weight.accumulate(ops, self.dw)?;
             }
             let back = Gemm {
-                accumulate: i > 0,
+                accumulate: add || i > 0,
                 ..Gemm::input_grad(self.rows, n, k)
             };
             ops.gemm(back, dy, weight.load(ops, self.w)?, dx)?;

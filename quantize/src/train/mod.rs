@@ -27,7 +27,8 @@ pub mod values;
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;
 
-/// What keeps a model from being tuned, if anything does: training supports attention and one MLP per layer.
+/// What keeps a model from being tuned, if anything does: training supports attention or a recurrence, and one MLP per
+/// layer.
 pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
     let blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
     blocks.rev().find_map(|b| untrainable_mixer(&b.mixer))
@@ -35,9 +36,8 @@ pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
 
 fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
     match mixer {
-        Mixer::Attention(_) | Mixer::Mlp(_) => None,
+        Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
         Mixer::Experts(_) => Some("a mixture of experts"),
-        Mixer::Delta(_) => Some("a model with recurrences"),
     }
 }
 
@@ -45,7 +45,7 @@ fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
 pub(crate) fn refused(found: &str) -> crate::Error {
     crate::Error::Request {
         what: "tuning",
-        expected: "a dense model whose layers have attention".into(),
+        expected: "a dense model, whose layers have an MLP".into(),
         found: found.into(),
     }
 }

@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
-use nq_f32::Load;
+use nq_f32::{Load, Turned};
 use nq_formats::{AffineWeight, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack};
 use nq_kernels::grad::{Allocate, GradOps, Rounding};
 use nq_model::forward::{self, VectorSpec};
 use nq_model::names::{self, EMBEDDING, HEAD, NORM, Shape};
-use nq_model::{Dims, ModelConfig, Product};
+use nq_model::{Dims, LinearKind, ModelConfig, NormKind, Product};
 use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 
@@ -267,9 +267,19 @@ impl<O: GradOps> Load<O> for DeviceMatrix<O> {
 /// One layer.
 pub type Layer<O> = forward::Layer<Vec<DeviceMatrix<O>>, Values<O>>;
 
+/// The vectors of a layer of heads, which are computed in the order in which heads are turned.
+fn is_of_heads(vector: VectorSpec) -> bool {
+    match vector {
+        VectorSpec::Norm(norm) => matches!(norm.kind, NormKind::Q | NormKind::K),
+        VectorSpec::Bias(linear) => matches!(linear.kind, LinearKind::Q | LinearKind::K),
+        VectorSpec::Row(_) => false,
+    }
+}
+
 /// Layer `index`; if there is a `source`, it is tuned, with its codes too if `codes`.
 fn layer<O: GradOps>(
     ops: &O,
+    order: Turned,
     index: usize,
     w: &LayerWeights,
     source: Option<&LayerWeights>,
@@ -284,9 +294,14 @@ fn layer<O: GradOps>(
         matrix.collect::<Result<_>>()
     };
     forward::Layer::new(index, w.spec, product, |vector| {
-        // Biases stay as they are.
-        let tuned = source.is_some() && matches!(vector, VectorSpec::Norm(_));
-        Values::gains(ops, vector.name(index), w.vector(vector), tuned)
+        // Biases stay as they are, and so do the vectors of recurrences.
+        let norm = matches!(vector, VectorSpec::Norm(n) if n.kind != NormKind::Delta);
+        let mut values = w.values(vector)?;
+        if is_of_heads(vector) {
+            values = order.apply(&values);
+        }
+        let tuned = source.is_some() && norm;
+        Values::vector(ops, vector.name(index), &values, tuned)
     })
 }
 
@@ -414,7 +429,7 @@ impl<O: GradOps> Model<O> {
             |name: &str, w: &Weight, source| DeviceMatrix::build(ops, name, w, source, codes);
         let layers = w.layers.iter().enumerate().map(|(index, w)| {
             let source = source.map(|s| &s.layers[index]);
-            layer(ops, index, w, source, codes)
+            layer(ops, Turned::new(config), index, w, source, codes)
         });
         let layers = layers.collect::<Result<_>>()?;
         let head = match &w.head {
@@ -490,12 +505,14 @@ impl<O: GradOps> Model<O> {
     }
 }
 
-/// `base` with the tuned values that `lookup` returns by name: codes are rounded anew, scales to f16. Zero-points stay.
+/// `base` with the tuned values that `lookup` returns by name, those of heads in `order`: codes are rounded anew, scales to
+/// f16. Zero-points stay.
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`] if a file cannot store a tuned value.
 pub fn rounded<'a>(
     base: &Canonical,
+    order: Turned,
     lookup: impl Fn(&str) -> Option<&'a [f32]>,
     nearest: &Nearest<'_>,
 ) -> Result<Canonical> {
@@ -534,21 +551,25 @@ pub fn rounded<'a>(
         groups.for_each(|((codes, latent), &params)| out.grid.round(params, latent, codes));
         out.to_weight()
     };
-    let vector = |name: String, t: &Tensor| -> Result<Tensor> {
-        match lookup(&name) {
-            None => Ok(t.clone()),
-            Some(values) => {
-                check_finite(&name, values, values.len())?;
-                gain_tensor(t, values)
-            }
-        }
+    let gain = |name: &str, t: &Tensor, values: &[f32]| -> Result<Tensor> {
+        check_finite(name, values, values.len())?;
+        gain_tensor(t, values)
+    };
+    let vector = |name: String, t: &Tensor| match lookup(&name) {
+        None => Ok(t.clone()),
+        Some(values) => gain(&name, t, values),
     };
     let mut layers = Vec::new();
     for (layer, w) in base.layers.iter().enumerate() {
         layers.push(LayerWeights::collect(
             w.spec,
             |l| weight(&l.name(layer), w.linear(l.kind)),
-            |v| vector(v.name(layer), w.vector(v)),
+            |v| match lookup(&v.name(layer)) {
+                Some(values) if is_of_heads(v) => {
+                    gain(&v.name(layer), w.vector(v), &order.restore(values))
+                }
+                _ => vector(v.name(layer), w.vector(v)),
+            },
         )?);
     }
     Ok(Canonical {

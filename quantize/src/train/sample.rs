@@ -4,11 +4,15 @@ use super::params::{DeviceMatrix, Model};
 use super::refused;
 use super::values::Values;
 use crate::error::{Error, Result};
-use nq_f32::{Load, add_biases, multiply, ones};
-use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
+use nq_f32::{Load, SplitQueries, Turned, WholeHeads, add_biases, multiply, multiply_beside, ones};
+use nq_kernels::delta::DeltaShape;
+use nq_kernels::grad::{
+    Allocate, DeltaInputs, DeltaStepAt, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN,
+};
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
-use nq_model::{Dims, ModelConfig};
-use nq_runtime::rope::Rotary;
+use nq_model::{Dims, LinearKind, ModelConfig};
+use nq_runtime::is_recurrent;
+use nq_runtime::states::shape_of;
 
 /// Keys, values and activations of sequences that are sampled together.
 pub(crate) struct Sampler<O: Allocate> {
@@ -21,7 +25,7 @@ pub(crate) struct Sampler<O: Allocate> {
     ids: O::Ids,            // [slots, length]
     x: O::Floats,           // [slots, hidden]
     h: O::Floats,           // [slots, hidden]
-    q: O::Floats,           // [slots, q_dim]
+    q: O::Floats,           // [slots, max(q_dim, values of a recurrence)]
     qh: O::Floats,          // [slots, q_dim]
     k: O::Floats,           // [slots, kv_dim]
     gate: O::Floats,        // [slots, intermediate]
@@ -32,6 +36,25 @@ pub(crate) struct Sampler<O: Allocate> {
     logits: O::Floats,      // [slots, vocab]
     w: O::Floats,           // unused by a teacher: its weights are dense
     ones: O::Floats,        // [slots], if there are biases
+    whole: Option<WholeQueries<O>>,
+    delta: Option<DeltaSteps<O>>,
+}
+
+/// Further buffers where queries come with gates, or where a part of a head is turned.
+struct WholeQueries<O: Allocate> {
+    heads: WholeHeads<O>,
+    product: O::Floats, // [slots, q_dim + gate_dim]
+    ordered: O::Floats, // [slots, q_dim]
+    gates: O::Floats,   // [slots, gate_dim]
+}
+
+/// Further buffers for layers with recurrences, and the states of all sequences.
+struct DeltaSteps<O: Allocate> {
+    shape: DeltaShape,
+    states: O::States,
+    qkvz: O::Floats, // [slots, channels + values]
+    ba: O::Floats,   // [slots, 2 value_heads]
+    part: O::Floats, // [slots, channels]
 }
 
 impl<O: Allocate> Sampler<O> {
@@ -48,7 +71,10 @@ impl<O: Allocate> Sampler<O> {
                 .map(|_| Ok(floats(c.kv_dim() * length)?))
                 .collect::<Result<Vec<_>>>()
         };
-        let rotations = Rotary::new(c).pairs(length);
+        let rotations = Turned::new(c).pairs(c, length);
+        let shape = shape_of(c);
+        let recurrent = |&layer: &usize| is_recurrent(c.layer(layer));
+        let layers = (0..c.num_hidden_layers).filter(recurrent).count();
         let mut cos_sin = ops.floats("rotations", 2 * rotations.len())?;
         ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Sampler {
@@ -62,7 +88,7 @@ impl<O: Allocate> Sampler<O> {
             ids: ops.ids("tokens", slots * length)?,
             x: floats(c.hidden_size)?,
             h: floats(c.hidden_size)?,
-            q: floats(c.q_dim())?,
+            q: floats(c.q_dim().max(shape.map_or(0, |s| s.values())))?,
             qh: floats(c.q_dim())?,
             k: floats(c.kv_dim())?,
             gate: floats(c.intermediate_size)?,
@@ -72,6 +98,25 @@ impl<O: Allocate> Sampler<O> {
             outputs: floats(length * c.hidden_size)?,
             logits: floats(c.vocab_size)?,
             w: ops.floats("weights", 0)?,
+            whole: match WholeHeads::new(ops, c)? {
+                None => None,
+                Some(heads) => Some(WholeQueries {
+                    heads,
+                    product: floats(c.q_dim() + c.gate_dim())?,
+                    ordered: floats(c.q_dim())?,
+                    gates: floats(c.gate_dim())?,
+                }),
+            },
+            delta: match shape {
+                None => None,
+                Some(shape) => Some(DeltaSteps {
+                    shape,
+                    states: ops.states(shape, layers, slots)?,
+                    qkvz: floats(shape.stride())?,
+                    ba: floats(2 * shape.value_heads)?,
+                    part: floats(shape.channels())?,
+                }),
+            },
         })
     }
 }
@@ -178,6 +223,29 @@ struct Step<'a, O: GradOps> {
     t: usize,
 }
 
+impl<O: GradOps> Step<'_, O> {
+    /// Queries, keys, values and gates from products of whole Linears.
+    fn project_whole(&mut self, w: &Packed<Vec<DeviceMatrix<O>>>) -> Result<()> {
+        let (ops, s, batch) = (self.ops, &mut *self.sampler, self.batch);
+        let (c, Some(own)) = (&s.config, &mut s.whole) else {
+            unreachable!("a sampler of whole Linears");
+        };
+        // Keys wait where queries will be turned to.
+        let to = &mut [&mut own.product, &mut s.qh, &mut s.up];
+        multiply((ops, c), w, batch, (&s.h, to), false, &mut s.w)?;
+        let keys = batch * c.num_key_value_heads;
+        own.heads.turn(ops, keys, &s.qh, &mut s.k)?;
+        let queries = SplitQueries {
+            whole: &mut own.product,
+            ordered: &mut own.ordered,
+            turned: &mut s.q,
+            gates: &mut own.gates,
+        };
+        let heads = batch * c.num_attention_heads;
+        Ok(own.heads.split(ops, heads, queries)?)
+    }
+}
+
 impl<O: GradOps> Verbs for Step<'_, O> {
     type Linear = Vec<DeviceMatrix<O>>;
     type Vector = Values<O>;
@@ -201,7 +269,25 @@ impl<O: GradOps> Verbs for Step<'_, O> {
     ) -> Result<()> {
         let (ops, s, batch) = (self.ops, &mut *self.sampler, self.batch);
         let (c, h) = (&s.config, &s.h);
+        if let (Some(own), LinearKind::DeltaQkv | LinearKind::DeltaB) =
+            (&mut s.delta, w.spec.linears[0].kind)
+        {
+            let to = match to {
+                Projection::Mixer => &mut own.qkvz,
+                _ => &mut own.ba,
+            };
+            let part = &mut own.part;
+            return Ok(multiply_beside(
+                (ops, c),
+                w,
+                batch,
+                (h, to),
+                part,
+                &mut s.w,
+            )?);
+        }
         match to {
+            Projection::Mixer if s.whole.is_some() => self.project_whole(w),
             Projection::Mixer => {
                 let to = &mut [&mut s.q, &mut s.k, &mut s.up];
                 Ok(multiply((ops, c), w, batch, (h, to), false, &mut s.w)?)
@@ -211,7 +297,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
                 multiply((ops, c), w, batch, (h, to), false, &mut s.w)?;
                 Ok(ops.silu_mul(&s.gate, &s.up, &mut s.act, batch * c.intermediate_size)?)
             }
-            Projection::Rates => Err(nq_runtime::Error::no_recurrences("training").into()),
+            Projection::Rates => Err(nq_runtime::Error::no_recurrences("a sampler").into()),
             Projection::Scores | Projection::SharedScore => Err(refused("a mixture of experts")),
         }
     }
@@ -249,16 +335,40 @@ impl<O: GradOps> Verbs for Step<'_, O> {
             capacity: s.length,
             seen: t + 1,
         };
-        Ok(ops.attend_one(&s.qh, keys, values, &mut s.q, one)?)
+        ops.attend_one(&s.qh, keys, values, &mut s.q, one)?;
+        if let (true, Some(own)) = (vectors.gated, &s.whole) {
+            ops.gate(&own.gates, &mut s.q, batch * c.q_dim())?;
+        }
+        Ok(())
     }
 
     fn recur(
         &mut self,
-        _layer: usize,
+        layer: usize,
         _norm: &Values<O>,
-        _delta: &Delta<Vec<DeviceMatrix<O>>, Values<O>>,
+        delta: &Delta<Vec<DeviceMatrix<O>>, Values<O>>,
     ) -> Result<()> {
-        Err(nq_runtime::Error::no_recurrences("training").into())
+        let (s, vectors) = (&mut *self.sampler, &delta.vectors);
+        let (c, Some(own)) = (&s.config, &mut s.delta) else {
+            return Err(nq_runtime::Error::no_recurrences("a sampler").into());
+        };
+        let inputs = DeltaInputs {
+            shape: own.shape,
+            batch: self.batch,
+            seq: 1,
+            qkvz: &own.qkvz,
+            ba: &own.ba,
+            conv: vectors.conv.as_ref(),
+            decay: vectors.decay.as_ref(),
+            dt_bias: vectors.dt_bias.as_ref(),
+            norm: vectors.norm.as_ref(),
+            eps: c.rms_norm_eps,
+        };
+        let at = DeltaStepAt {
+            layer: (0..layer).filter(|&l| is_recurrent(c.layer(l))).count(),
+            position: self.t,
+        };
+        Ok((self.ops).delta_step(inputs, &mut own.states, at, &mut s.q)?)
     }
 
     fn mix(

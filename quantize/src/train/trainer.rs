@@ -8,6 +8,7 @@ use super::strays::Strays;
 use super::trellis::Nearest;
 use super::values::{Kind, Values};
 use crate::error::{Error, Result};
+use nq_f32::Turned;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Progress, Tensor, Unit, files};
@@ -499,7 +500,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             return Ok(None);
         }
         let lookup = |name: &str| self.best.get(name).map(Vec::as_slice);
-        rounded(quantized, lookup, self.nearest).map(Some)
+        let order = Turned::new(&self.teacher.config);
+        rounded(quantized, order, lookup, self.nearest).map(Some)
     }
 
     /// Writes the complete state of the run, whole or not at all.

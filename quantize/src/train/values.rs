@@ -85,9 +85,13 @@ impl<O: Allocate> Values<O> {
 
     /// Gains of a norm.
     pub(super) fn gains(ops: &O, name: String, gains: &Tensor, tuned: bool) -> Result<Self> {
-        let gains = gains.to_f32()?;
-        let mut values = Self::zeros(ops, name, Kind::Gain, gains.len(), tuned)?;
-        values.start(ops, &gains)?;
+        Self::vector(ops, name, &gains.to_f32()?, tuned)
+    }
+
+    /// A vector of a layer.
+    pub(super) fn vector(ops: &O, name: String, from: &[f32], tuned: bool) -> Result<Self> {
+        let mut values = Self::zeros(ops, name, Kind::Gain, from.len(), tuned)?;
+        values.start(ops, from)?;
         Ok(values)
     }
 }

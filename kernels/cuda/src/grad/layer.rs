@@ -2,8 +2,8 @@
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
 use crate::cuda::grad_rows::{
-    GradEmbedArgs, GradEmbedGradArgs, GradGainArgs, GradHeadsArgs, GradNormArgs, GradNormGradArgs,
-    GradRopeArgs, GradSiluArgs, GradSoftmaxArgs, GradTurnBackArgs, Heads,
+    GradEmbedArgs, GradEmbedGradArgs, GradGainArgs, GradGateArgs, GradHeadsArgs, GradNormArgs,
+    GradNormGradArgs, GradRopeArgs, GradSiluArgs, GradSoftmaxArgs, GradTurnBackArgs, Heads,
 };
 use crate::driver::{Address, Buffer, Operands, Side};
 use crate::kernel::kernels;
@@ -25,6 +25,7 @@ kernels! {
     HEADS: GradHeadsArgs = "grad_heads" in "grad_rows.cu", test TEST, bench BENCH;
     SOFTMAX: GradSoftmaxArgs = "grad_softmax" in "grad_rows.cu", test TEST, bench BENCH;
     SOFTMAX_GRAD: GradSoftmaxArgs = "grad_softmax_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    GATE: GradGateArgs = "grad_gate" in "grad_rows.cu", test TEST, bench BENCH;
     SILU: GradSiluArgs = "grad_silu" in "grad_rows.cu", test TEST, bench BENCH;
     SILU_GRAD: GradSiluArgs = "grad_silu_grad" in "grad_rows.cu", test TEST, bench BENCH;
 }
@@ -393,6 +394,18 @@ impl LayerOps for CudaOps {
         };
         // SAFETY: all operands were checked.
         unsafe { self.launch(&SILU, blocks(n, THREADS), THREADS, &args) }
+    }
+
+    fn gate(&self, gate: &Buffer<f32>, x: &mut Buffer<f32>, n: usize) -> Result<()> {
+        let o = self.operands("gate");
+        let args = GradGateArgs {
+            gate: o.of("gate", gate, &[n])?,
+            x: Address::NULL,
+            to: o.of("x", x, &[n])?,
+            n: n as i64,
+        };
+        // SAFETY: both operands were checked.
+        unsafe { self.launch(&GATE, blocks(n, THREADS), THREADS, &args) }
     }
 
     /// Each row takes a block, however short it is.

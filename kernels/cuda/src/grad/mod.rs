@@ -1,13 +1,13 @@
 //! Training operations on the device (`nq_kernels::grad`): launchers of `cuda/grad_*.cu`.
 
-mod delta;
+pub(super) mod delta;
 pub(super) mod gemm;
 pub(super) mod layer;
 pub(super) mod train;
 
 pub use gemm::LowRank;
 
-use super::delta::DeviceStates;
+use super::delta::{DeviceStates, StatesShape};
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
 use crate::cuda::grad_rows::GradCopyArgs;
@@ -162,6 +162,7 @@ impl Allocate for CudaOps {
     type Floats = Buffer<f32>;
     type Ids = Buffer<u32>;
     type Codes = Buffer<u8>;
+    type States = DeviceStates;
 
     fn floats(&self, what: &'static str, len: usize) -> Result<Buffer<f32>> {
         self.gpu.zeros(what, len)
@@ -173,6 +174,16 @@ impl Allocate for CudaOps {
 
     fn codes(&self, what: &'static str, len: usize) -> Result<Buffer<u8>> {
         self.gpu.zeros(what, len)
+    }
+
+    fn states(&self, shape: DeltaShape, layers: usize, slots: usize) -> Result<DeviceStates> {
+        let all = StatesShape {
+            delta: shape,
+            layers,
+            places: slots,
+            kept: 0,
+        };
+        DeviceStates::new(&self.gpu, all)
     }
 
     fn write(&self, to: &mut Buffer<f32>, from: &[f32]) -> Result<()> {

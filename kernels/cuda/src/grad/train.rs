@@ -3,15 +3,20 @@
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
 use crate::cuda::grad_rounding::{GradAdamArgs, GradRoundingArgs};
-use crate::cuda::grad_rows::GradKlArgs;
+use crate::cuda::grad_rows::{GradGateArgs, GradKlArgs};
 use crate::cuda::grad_sample::{GradAttendArgs, GradSampleArgs};
+use crate::delta::DeviceStates;
 use crate::driver::{Buffer, Operands};
 use crate::kernel::{Kernel, kernels};
 use nq_kernels::Result;
-use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding};
+use nq_kernels::grad::{
+    Adam, DeltaGradWork, DeltaGrads, DeltaInputs, DeltaStepAt, DeltaWork, Draw, GradOps, OneShape,
+    Rounding,
+};
 use nq_model::Dims;
 
 kernels! {
+    GATE_GRAD: GradGateArgs = "grad_gate_grad" in "grad_rows.cu", test TEST, bench BENCH;
     KL: GradKlArgs = "grad_kl" in "grad_rows.cu", test TEST, bench BENCH;
     ROUND: GradRoundingArgs = "grad_round" in "grad_rounding.cu", test TEST, bench BENCH;
     ROUND_GRAD: GradRoundingArgs = "grad_round_grad" in "grad_rounding.cu", test TEST, bench BENCH;
@@ -67,6 +72,44 @@ impl CudaOps {
 }
 
 impl GradOps for CudaOps {
+    fn gate_grad(
+        &self,
+        gate: &mut Buffer<f32>,
+        x: &Buffer<f32>,
+        dout: &mut Buffer<f32>,
+        n: usize,
+    ) -> Result<()> {
+        let o = self.operands("gate_grad");
+        let args = GradGateArgs {
+            gate: o.of("gate", gate, &[n])?,
+            x: o.of("x", x, &[n])?,
+            to: o.of("dout", dout, &[n])?,
+            n: n as i64,
+        };
+        // SAFETY: all operands were checked.
+        unsafe { self.launch(&GATE_GRAD, blocks(n, THREADS), THREADS, &args) }
+    }
+
+    fn delta_step(
+        &self,
+        inputs: DeltaInputs<'_, Buffer<f32>>,
+        states: &mut DeviceStates,
+        at: DeltaStepAt,
+        out: &mut Buffer<f32>,
+    ) -> Result<()> {
+        self.run_delta_step(inputs, states, at, out)
+    }
+
+    fn delta_grad(
+        &self,
+        inputs: DeltaInputs<'_, Buffer<f32>>,
+        work: (&mut DeltaWork<Buffer<f32>>, &mut DeltaGradWork<Buffer<f32>>),
+        dout: &Buffer<f32>,
+        to: DeltaGrads<'_, Buffer<f32>>,
+    ) -> Result<()> {
+        self.run_delta_grad(inputs, work, dout, to)
+    }
+
     fn kl_divergence(
         &self,
         teacher: &Buffer<f32>,

@@ -7,8 +7,8 @@ use nq_cuda::{CudaOps, GemmPrecision};
 use nq_f32::CpuOps;
 use nq_kernels::DeltaShape;
 use nq_kernels::grad::{
-    Adam, Allocate, Buffers, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape, LayerOps,
-    Occurrences, OneShape, Rounding, UNKNOWN,
+    Adam, Allocate, Buffers, DeltaGradWork, DeltaGrads, DeltaInputs, DeltaStepAt, DeltaWork, Draw,
+    Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape, Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
 use nq_model::Dims;
@@ -217,6 +217,17 @@ fn scaled<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
         .collect()
 }
 
+/// Gates, and their gradients.
+fn gates<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let (ops, n) = (on.0, 1000);
+    let (mut gate, mut x, values) = (on.f(n, 59), on.f(n, 60), on.f(n, 61));
+    ops.gate(&gate, &mut x, n).unwrap();
+    let mut out = vec![on.r(&x, n)];
+    ops.gate_grad(&mut gate, &values, &mut x, n).unwrap();
+    out.extend([on.r(&gate, n), on.r(&x, n)]);
+    vec![("gate", 1e-6, out)]
+}
+
 /// Gated DeltaNets: sequences of whole chunks, of others, and more of them than the memory has chunks for. Products of
 /// operands in two parts of BF16 keep 17 bits of each.
 fn recurrences<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
@@ -255,6 +266,32 @@ fn recurrences<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
         let mut out = on.f(rows * shape.values(), 55);
         ops.delta(inputs, &mut work, &mut out).unwrap();
         found.push(("delta", 1e-4, vec![on.r(&out, rows * shape.values())]));
+
+        let mut own = DeltaGradWork::new(ops, &shape, room).unwrap();
+        let dout = on.f(rows * shape.values(), 56);
+        let mut qkvz = on.f(rows * shape.stride(), 57);
+        let mut ba = on.f(rows * 2 * value_heads, 58);
+        let to = DeltaGrads {
+            qkvz: &mut qkvz,
+            ba: &mut ba,
+        };
+        ops.delta_grad(inputs, (&mut work, &mut own), &dout, to)
+            .unwrap();
+        let grads = vec![
+            on.r(&qkvz, rows * shape.stride()),
+            on.r(&ba, rows * 2 * value_heads),
+        ];
+        found.push(("delta_grad", 1e-5, grads));
+
+        let mut states = ops.states(shape, 2, batch + 1).unwrap();
+        let mut tokens = Vec::new();
+        for position in 0..6 {
+            let token = DeltaInputs { seq: 1, ..inputs };
+            let at = DeltaStepAt { layer: 1, position };
+            ops.delta_step(token, &mut states, at, &mut out).unwrap();
+            tokens.push(on.r(&out, batch * shape.values()));
+        }
+        found.push(("delta_step", 1e-5, tokens));
     }
     found
 }
@@ -470,6 +507,7 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
         softmax,
         silu,
         scaled,
+        gates,
         recurrences,
         divergence,
         rounding,

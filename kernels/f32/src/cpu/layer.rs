@@ -316,6 +316,10 @@ impl LayerOps for CpuOps {
         Ok(())
     }
 
+    fn gate(&self, gate: &Vec<f32>, x: &mut Vec<f32>, n: usize) -> Result<()> {
+        self.scale_rows(gate, x, Dims::new(n, 1))
+    }
+
     fn scale_rows(
         &self,
         scores: &Vec<f32>,

@@ -9,8 +9,11 @@ mod rows;
 mod tests;
 mod train;
 
+pub use delta::CpuStates;
+
 use nq_kernels::Error;
 use nq_kernels::Result;
+use nq_kernels::delta::DeltaShape;
 use nq_kernels::grad::{Allocate, Buffers, enough};
 use nq_model::Dims;
 use rayon::prelude::*;
@@ -26,6 +29,7 @@ impl Allocate for CpuOps {
     type Floats = Vec<f32>;
     type Ids = Vec<u32>;
     type Codes = Vec<u8>;
+    type States = CpuStates;
 
     fn floats(&self, _what: &'static str, len: usize) -> Result<Vec<f32>> {
         Ok(vec![0.0; len])
@@ -37,6 +41,10 @@ impl Allocate for CpuOps {
 
     fn codes(&self, _what: &'static str, len: usize) -> Result<Vec<u8>> {
         Ok(vec![0; len])
+    }
+
+    fn states(&self, shape: DeltaShape, layers: usize, slots: usize) -> Result<CpuStates> {
+        Ok(CpuStates::new(shape, layers, slots))
     }
 
     fn write(&self, to: &mut Vec<f32>, from: &[f32]) -> Result<()> {

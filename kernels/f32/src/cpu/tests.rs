@@ -1,11 +1,12 @@
 //! The CPU's operations compared with plain sums.
 
 use super::*;
+use nq_kernels::delta::DeltaShape;
 use nq_kernels::grad::*;
 use nq_kernels::rng::Philox;
 use nq_model::Dims;
 use nq_testkit::compare::nmse;
-use nq_testkit::delta::{EPS, reference, rows, shapes, vectors};
+use nq_testkit::delta::{EPS, Vectors, reference, rows, shapes, vectors};
 
 fn random(n: usize, stream: u64) -> Vec<f32> {
     let mut rng = Philox::new(3, stream);
@@ -182,32 +183,149 @@ fn operands_of_roundings_are_checked() {
     }
 }
 
+/// The operands of a gated DeltaNet over `batch` sequences of `seq` tokens.
+fn delta_inputs<'a>(
+    shape: &DeltaShape,
+    w: &'a Vectors,
+    batch: usize,
+    seq: usize,
+    [qkvz, ba]: &'a [Vec<f32>; 2],
+) -> DeltaInputs<'a, Vec<f32>> {
+    DeltaInputs {
+        shape: *shape,
+        batch,
+        seq,
+        qkvz,
+        ba,
+        conv: &w.conv,
+        decay: &w.decay,
+        dt_bias: &w.dt_bias,
+        norm: &w.norm,
+        eps: EPS,
+    }
+}
+
+/// Two sequences of `seq` tokens, one behind the other.
+fn two_sequences(shape: &DeltaShape, seq: usize) -> [Vec<f32>; 2] {
+    let [mut first, second] = [1, 2].map(|seed| rows(shape, seq, seed));
+    for (to, from) in first.iter_mut().zip(second) {
+        to.extend(from);
+    }
+    first
+}
+
 /// Gated DeltaNet over whole sequences, compared with its formulas in f64.
 #[test]
 fn whole_sequences_are_those_of_the_formulas() {
     for shape in shapes() {
         let (w, seq) = (vectors(&shape), 19);
         let sequences = [1, 2].map(|seed| rows(&shape, seq, seed));
-        let both = |part: usize| [&sequences[0][part][..], &sequences[1][part][..]].concat();
+        let both = two_sequences(&shape, seq);
         let mut out = vec![0.0; 2 * seq * shape.values()];
-        let inputs = DeltaInputs {
-            shape,
-            batch: 2,
-            seq,
-            qkvz: &both(0),
-            ba: &both(1),
-            conv: &w.conv,
-            decay: &w.decay,
-            dt_bias: &w.dt_bias,
-            norm: &w.norm,
-            eps: EPS,
-        };
+        let inputs = delta_inputs(&shape, &w, 2, seq, &both);
         let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
         CpuOps.delta(inputs, &mut work, &mut out).unwrap();
         let halves = out.chunks(seq * shape.values());
         for (found, sequence) in halves.zip(&sequences) {
             let e = nmse(found, &reference(&shape, &w, sequence));
             assert!(e < 1e-10, "{shape:?}: {e:e}");
+        }
+    }
+}
+
+/// Tokens one by one are those of whole sequences, also where the states' places were used before.
+#[test]
+fn recurrences_go_on_token_by_token() {
+    for shape in shapes() {
+        let (w, seq, layer) = (vectors(&shape), 7, 1);
+        let both = two_sequences(&shape, seq);
+        let mut whole = vec![0.0; 2 * seq * shape.values()];
+        let inputs = delta_inputs(&shape, &w, 2, seq, &both);
+        let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
+        CpuOps.delta(inputs, &mut work, &mut whole).unwrap();
+        let mut states = CpuOps.states(shape, 2, 3).unwrap();
+        for _ in 0..2 {
+            for position in 0..seq {
+                let of_token = |values: &[f32], width: usize| {
+                    let row = |i: usize| &values[(i * seq + position) * width..][..width];
+                    [row(0), row(1)].concat()
+                };
+                let token = [
+                    of_token(&both[0], shape.stride()),
+                    of_token(&both[1], 2 * shape.value_heads),
+                ];
+                let inputs = delta_inputs(&shape, &w, 2, 1, &token);
+                let at = DeltaStepAt { layer, position };
+                let mut out = vec![0.0; 2 * shape.values()];
+                CpuOps
+                    .delta_step(inputs, &mut states, at, &mut out)
+                    .unwrap();
+                assert_eq!(out, of_token(&whole, shape.values()), "{shape:?}");
+            }
+        }
+    }
+}
+
+/// Gradients of a recurrence along random directions, compared with differences of its formulas in f64.
+#[test]
+fn gradients_of_recurrences_are_those_of_the_formulas() {
+    for shape in shapes() {
+        // Beyond one state that the backward keeps.
+        let seq = if shape.value_dim < 64 { 37 } else { 5 };
+        let w = vectors(&shape);
+        let both = two_sequences(&shape, seq);
+        let dout = random(2 * seq * shape.values(), 8);
+        let (mut qkvz, mut ba) = (vec![f32::NAN; both[0].len()], vec![f32::NAN; both[1].len()]);
+        let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
+        let mut own = DeltaGradWork::new(&CpuOps, &shape, (2, seq)).unwrap();
+        let inputs = delta_inputs(&shape, &w, 2, seq, &both);
+        let to = DeltaGrads {
+            qkvz: &mut qkvz,
+            ba: &mut ba,
+        };
+        CpuOps
+            .delta_grad(inputs, (&mut work, &mut own), &dout, to)
+            .unwrap();
+        // The sum of the outputs times `dout`, of both sequences.
+        let value = |moved: &[Vec<f32>; 2]| -> f64 {
+            let of_sequence = |i: usize| {
+                let half = |v: &Vec<f32>| v[i * v.len() / 2..(i + 1) * v.len() / 2].to_vec();
+                let out = reference(&shape, &w, &[half(&moved[0]), half(&moved[1])]);
+                let weights = &dout[i * out.len()..];
+                let products = out.iter().zip(weights);
+                products
+                    .map(|(o, d)| f64::from(*o) * f64::from(*d))
+                    .sum::<f64>()
+            };
+            of_sequence(0) + of_sequence(1)
+        };
+        for (part, gradient) in [(0, &qkvz), (1, &ba)] {
+            // Mostly along the gradient, so that the sum does not cancel.
+            let mut rng = Philox::new(6, part as u64);
+            let direction: Vec<f32> = (gradient.iter())
+                .map(|g| {
+                    if rng.uniform() < 0.8 {
+                        g.signum()
+                    } else {
+                        -g.signum()
+                    }
+                })
+                .collect();
+            let side = |by: f32| {
+                let mut moved = both.clone();
+                let values = moved[part].iter_mut().zip(&direction);
+                values.for_each(|(v, d)| *v += by * d);
+                (value(&moved), moved)
+            };
+            let ((up, above), (down, below)) = (side(1e-3), side(-1e-3));
+            let moves = above[part].iter().zip(&below[part]).zip(gradient);
+            let expected: f64 = moves.map(|((a, b), g)| f64::from((a - b) * g)).sum();
+            let error = (up - down - expected).abs() / expected.abs().max(1e-3);
+            assert!(
+                error < 1e-2,
+                "{shape:?}, part {part}: {} for {expected}",
+                up - down
+            );
         }
     }
 }

@@ -1,10 +1,13 @@
 //! Loss, rounding, Adam and sampling.
 
 use super::rows::{self, RoundingGroup};
-use super::{CpuOps, VALUES};
+use super::{CpuOps, CpuStates, VALUES, delta};
 use half::f16;
 use nq_kernels::Result;
-use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
+use nq_kernels::grad::{
+    Adam, DeltaGradWork, DeltaGrads, DeltaInputs, DeltaStepAt, DeltaWork, Draw, GradOps, OneShape,
+    Rounding, UNKNOWN, enough,
+};
 use nq_kernels::rng::Philox;
 use nq_model::Dims;
 use rayon::prelude::*;
@@ -35,6 +38,50 @@ impl GradOps for CpuOps {
                 *loss = rows::kl_divergence(t, l, weight);
             });
         Ok(())
+    }
+
+    fn gate_grad(
+        &self,
+        gate: &mut Vec<f32>,
+        x: &Vec<f32>,
+        dout: &mut Vec<f32>,
+        n: usize,
+    ) -> Result<()> {
+        for (what, len) in [("gate", gate.len()), ("x", x.len()), ("dout", dout.len())] {
+            enough("gate_grad", what, n, len)?;
+        }
+        let pairs = gate[..n]
+            .par_chunks_mut(VALUES)
+            .zip(dout[..n].par_chunks_mut(VALUES));
+        let pieces = pairs.zip(x[..n].par_chunks(VALUES));
+        pieces.for_each(|((gate, dout), x)| {
+            for ((gate, dout), x) in gate.iter_mut().zip(dout).zip(x) {
+                let open = 1.0 / (1.0 + (-*gate).exp());
+                *gate = *dout * x * open * (1.0 - open);
+                *dout *= open;
+            }
+        });
+        Ok(())
+    }
+
+    fn delta_step(
+        &self,
+        inputs: DeltaInputs<'_, Vec<f32>>,
+        states: &mut CpuStates,
+        at: DeltaStepAt,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        delta::step(&inputs, states, at, out)
+    }
+
+    fn delta_grad(
+        &self,
+        inputs: DeltaInputs<'_, Vec<f32>>,
+        _work: (&mut DeltaWork<Vec<f32>>, &mut DeltaGradWork<Vec<f32>>),
+        dout: &Vec<f32>,
+        to: DeltaGrads<'_, Vec<f32>>,
+    ) -> Result<()> {
+        delta::gradient(&inputs, dout, to)
     }
 
     fn round(
