@@ -64,11 +64,11 @@ pub(crate) fn adapt(
 /// Refuses adapters beside a model's weights on a device that does not have them, before anything is loaded.
 ///
 /// # Errors
-/// Several GPUs.
+/// Several GPUs, or one over `wgpu`.
 pub(crate) fn check_device(options: &LoadOptions) -> nq_runtime::Result<()> {
     match Device::choose(options.device)? {
         Device::Cpu | Device::Cuda(_) => Ok(()),
-        device @ Device::Gpus(_) => Err(nq_runtime::Error::no_adapters(&device.to_string())),
+        device @ (Device::Gpus(_) | Device::Wgpu(_)) => Err(nq_runtime::Error::no_adapters(&device.to_string())),
     }
 }
 

@@ -4,7 +4,7 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::path::Path;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 19] = [
+const ORDER: [&str; 20] = [
     "nq-model",
     "nq-pictures",
     "nq-formats",
@@ -17,6 +17,7 @@ const ORDER: [&str; 19] = [
     "nq-kernels-blackwell",
     "nq-kernels-ptx",
     "nq-cuda",
+    "nq-wgpu",
     "nq-load",
     "nq-evals",
     "nq-quantize",

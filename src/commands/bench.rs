@@ -420,6 +420,7 @@ enum Meter {
     Cpu(Cpu, BandwidthBuffer),
     /// Different GPUs, which read a part of the model each, or one that reads all of it.
     Gpus(Vec<nq_load::gpu::GpuMeter>),
+    Adapter(nq_load::wgpu::AdapterMeter),
 }
 
 impl Meter {
@@ -430,6 +431,9 @@ impl Meter {
                 Device::Cpu => BTreeSet::new(),
                 Device::Cuda(n) => BTreeSet::from([n]),
                 Device::Gpus(several) => several.as_slice().iter().copied().collect(),
+                Device::Wgpu(n) => {
+                    return Ok(Meter::Adapter(nq_load::wgpu::AdapterMeter::open(n)?));
+                }
             };
             if !ordinals.is_empty() {
                 let open = nq_load::gpu::GpuMeter::open;
@@ -459,6 +463,7 @@ impl Meter {
                 let each = gpus.iter().map(|gpu| gpu.read_bandwidth());
                 Ok(each.sum::<nq_runtime::Result<f64>>()? / 1e9)
             }
+            Meter::Adapter(adapter) => Ok(adapter.read_bandwidth()? / 1e9),
         }
     }
 
@@ -467,6 +472,8 @@ impl Meter {
         Ok(match self {
             Meter::Cpu(..) => system::last_level_cache(),
             Meter::Gpus(gpus) => gpus.iter().map(|gpu| gpu.cache_bytes()).sum(),
+            // No interface of `wgpu` tells.
+            Meter::Adapter(_) => 0,
         })
     }
 }

@@ -22,6 +22,8 @@ struct Findings {
     cpu: CpuFindings,
     memory: MemoryFindings,
     gpu: GpuFindings,
+    /// GPUs over Vulkan, Metal and Direct3D 12, for `--device wgpu:N`.
+    adapters: Vec<AdapterFinding>,
     folders: Vec<UsedFolder>,
     environment: Vec<Variable>,
     problems: Vec<Problem>,
@@ -72,6 +74,29 @@ struct UsableGpu {
     read_gb_s: Option<f64>,
 }
 
+/// A GPU as its driver for Vulkan, Metal or Direct3D 12 presents it, or software that does as one would.
+#[derive(Serialize)]
+struct AdapterFinding {
+    device: String,
+    name: String,
+    backend: &'static str,
+    driver: String,
+    kind: &'static str,
+    lacks: Vec<String>,
+}
+
+fn adapters() -> Vec<AdapterFinding> {
+    let finding = |a: nq_load::wgpu::AdapterFound| AdapterFinding {
+        device: format!("wgpu:{}", a.ordinal),
+        name: a.name,
+        backend: a.backend,
+        driver: a.driver,
+        kind: a.kind,
+        lacks: a.lacks,
+    };
+    nq_load::wgpu::adapters().into_iter().map(finding).collect()
+}
+
 /// The GPUs that this build can use, or why it can use none.
 fn usable() -> Result<Vec<UsableGpu>, String> {
     let gpus = gpu::found().map_err(|e| e.to_string())?;
@@ -115,13 +140,18 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     let options = global.load_options();
     let findings = Findings {
         version: env!("CARGO_PKG_VERSION"),
-        features: [(gpu::BUILT_IN, "cuda"), (cfg!(demo), "demo")]
-            .into_iter()
-            .filter_map(|(on, name)| on.then_some(name))
-            .collect(),
+        features: [
+            (gpu::BUILT_IN, "cuda"),
+            (cfg!(demo), "demo"),
+            (nq_load::wgpu::BUILT_IN, "wgpu"),
+        ]
+        .into_iter()
+        .filter_map(|(on, name)| on.then_some(name))
+        .collect(),
         cpu: cpu(&options.isa, options.threads, &mut problems)?,
         memory: memory(&options, &terminal, &mut problems)?,
         gpu: gpu(&mut problems),
+        adapters: adapters(),
         folders: folders(&mut problems),
         environment: environment(),
         problems,
@@ -433,6 +463,13 @@ impl std::fmt::Display for Findings {
                 f,
                 "          this build's kernels need driver {needed} or newer"
             )?;
+        }
+        for a in &self.adapters {
+            let AdapterFinding { device, name, .. } = a;
+            writeln!(f, "{device:<9} {name}: {}, {}, {}", a.kind, a.backend, a.driver)?;
+            for lacks in &a.lacks {
+                writeln!(f, "          lacks {lacks}")?;
+            }
         }
         for folder in &self.folders {
             writeln!(

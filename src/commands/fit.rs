@@ -295,6 +295,9 @@ fn of_this_machine(device: Device) -> anyhow::Result<Option<Cards>> {
         Device::Cpu => return Ok(None),
         Device::Cuda(n) => vec![n],
         Device::Gpus(several) => several.as_slice().to_vec(),
+        Device::Wgpu(_) => anyhow::bail!(
+            "--device {device}: expected cuda or cpu: whether a model fits a GPU over wgpu is found out by loading it"
+        ),
     };
     let found = gpu::found()?;
     let mut free_bytes = u64::MAX;

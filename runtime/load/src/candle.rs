@@ -107,6 +107,8 @@ fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
         DeviceChoice::Cuda(n) => Some(format!("cuda:{n}")),
         DeviceChoice::Gpus(several) => Some(several.to_string()),
         DeviceChoice::AllGpus => Some("cuda:all".into()),
+        DeviceChoice::Wgpu(None) => Some("gpu".into()),
+        DeviceChoice::Wgpu(Some(n)) => Some(format!("wgpu:{n}")),
     };
     if let Some(found) = gpus {
         return Err(unsupported("device", "the CPU", found));

@@ -1,6 +1,6 @@
 //! Devices that run models, and their memory.
 
-use super::gpu;
+use super::{gpu, wgpu};
 use nq_f32::CpuOps;
 use nq_kernels::grad::GradWork;
 use nq_runtime::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
@@ -18,6 +18,8 @@ pub enum Device {
     Cuda(usize),
     /// Several GPUs, which have a part of a model each.
     Gpus(Ordinals),
+    /// The adapter of this number, over Vulkan, Metal or Direct3D 12.
+    Wgpu(usize),
 }
 
 impl fmt::Display for Device {
@@ -26,6 +28,7 @@ impl fmt::Display for Device {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(n) => write!(f, "cuda:{n}"),
             Device::Gpus(several) => several.fmt(f),
+            Device::Wgpu(n) => write!(f, "wgpu:{n}"),
         }
     }
 }
@@ -39,7 +42,7 @@ impl Device {
     /// Runs `work` on this device; on a GPU, f32 products round their operands to TF32.
     ///
     /// # Errors
-    /// An absent device, or several; errors of the driver. Errors of the work are in its output.
+    /// An absent device, several, or an adapter of `wgpu`; errors of the driver. Errors of the work are in its output.
     pub fn run<W: GradWork>(self, work: W) -> Result<W::Output> {
         match self.single("tuning")? {
             None => Ok(work.run(&CpuOps)),
@@ -47,10 +50,10 @@ impl Device {
         }
     }
 
-    /// The GPU, by its ordinal, or `None` for the CPU: where `what` runs, which does not on several GPUs.
+    /// The GPU, by its ordinal, or `None` for the CPU: where `what` runs, which does not on several GPUs, nor over `wgpu`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for several.
+    /// [`Error::Unsupported`] for several, and for adapters of `wgpu`.
     pub fn single(self, what: &'static str) -> Result<Option<usize>> {
         match self {
             Device::Cpu => Ok(None),
@@ -61,12 +64,19 @@ impl Device {
                 expected: "one GPU, or the CPU".into(),
                 found: several.to_string(),
             }),
+            Device::Wgpu(_) => Err(Error::Unsupported {
+                engine: "nq over wgpu",
+                what,
+                expected: "one NVIDIA GPU (--device cuda), or the CPU (--device cpu)".into(),
+                found: self.to_string(),
+            }),
         }
     }
 }
 
 impl Device {
-    /// The device that `choice` names. `Auto` takes the first usable GPU, or else the CPU.
+    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs, which
+    /// serve dense models only, are asked for by name.
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.
@@ -89,6 +99,11 @@ impl Device {
                 several.as_slice(),
                 several.to_string(),
             ),
+            DeviceChoice::Wgpu(number) => {
+                let name = number.map_or("gpu".into(), |n| format!("wgpu:{n}"));
+                let found = wgpu::choose(number).map_err(|why| absent(name, why));
+                found.map(Device::Wgpu)
+            }
             DeviceChoice::AllGpus => {
                 let found = gpu::count().and_then(all);
                 found.map_err(|why| absent("cuda:all".into(), why))
@@ -148,7 +163,7 @@ mod tests {
 
     #[test]
     fn absent_gpus_are_refused_by_name() {
-        for name in ["cuda:999", "cuda:0,999"] {
+        for name in ["cuda:999", "cuda:0,999", "wgpu:999"] {
             let refused = Device::choose(name.parse().unwrap()).unwrap_err();
             let named = matches!(&refused, Error::Device { device, .. } if device == name);
             assert!(named, "{refused}");
@@ -161,6 +176,10 @@ mod tests {
         assert_eq!(
             two.single("tuning").unwrap_err().to_string(),
             "engine nq on several GPUs: tuning: expected one GPU, or the CPU, found cuda:0,0"
+        );
+        assert_eq!(
+            Device::Wgpu(1).single("tuning").unwrap_err().to_string(),
+            "engine nq over wgpu: tuning: expected one NVIDIA GPU (--device cuda), or the CPU (--device cpu), found wgpu:1"
         );
         assert_eq!(Device::Cuda(3).single("tuning").unwrap(), Some(3));
         assert_eq!(Device::Cpu.single("tuning").unwrap(), None);

@@ -66,6 +66,7 @@ pub mod device;
 mod drafts;
 pub mod gpu;
 mod tower;
+pub mod wgpu;
 
 pub use drafts::{Drafts, StreamDrafts};
 pub use tower::{tower, tower_bytes};
@@ -111,6 +112,7 @@ pub fn load(
     match device {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
+        Device::Wgpu(n) => wgpu::load(config, store, options, n, progress),
         Device::Gpus(several) => {
             check_parallel(options, several)?;
             gpu::load_parallel(config, store, options, several, progress)

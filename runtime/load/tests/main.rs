@@ -21,3 +21,4 @@ mod rope;
 mod shards;
 mod speculation;
 mod vision;
+mod wgpu;

@@ -24,17 +24,25 @@ pub enum DeviceChoice {
     Gpus(Ordinals),
     /// All GPUs of the machine; an error if there is none.
     AllGpus,
+    /// A GPU over Vulkan, Metal or Direct3D 12: the adapter of this number, or the first that is a GPU; an error if it is
+    /// absent.
+    Wgpu(Option<usize>),
 }
 
 impl FromStr for DeviceChoice {
     type Err = String;
 
-    /// Parses `auto`, `cpu`, `cuda`, `cuda:N`, a list as `cuda:N,N`, or `cuda:all`.
+    /// Parses `auto`, `cpu`, `cuda`, `cuda:N`, a list as `cuda:N,N`, `cuda:all`, `gpu` (or `wgpu`), or `wgpu:N`.
     fn from_str(s: &str) -> std::result::Result<Self, String> {
         match s.split_once(':') {
             None if s == "auto" => Ok(DeviceChoice::Auto),
             None if s == "cpu" => Ok(DeviceChoice::Cpu),
             None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
+            None if s == "gpu" || s == "wgpu" => Ok(DeviceChoice::Wgpu(None)),
+            Some(("wgpu", number)) => match number.parse() {
+                Ok(n) => Ok(DeviceChoice::Wgpu(Some(n))),
+                Err(_) => Err(format!("wgpu:N needs a number, found {number:?}")),
+            },
             Some(("cuda", "all")) => Ok(DeviceChoice::AllGpus),
             Some(("cuda", list)) => {
                 let numbers: std::result::Result<Vec<usize>, _> =
@@ -47,7 +55,7 @@ impl FromStr for DeviceChoice {
                         .ok_or_else(|| too_many(several.len())),
                 }
             }
-            _ => Err("expected auto, cpu, cuda, cuda:N, cuda:N,M or cuda:all".into()),
+            _ => Err("expected auto, cpu, cuda, cuda:N, cuda:N,M, cuda:all, gpu or wgpu:N".into()),
         }
     }
 }
@@ -250,6 +258,21 @@ impl ActivationChoice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn adapters_are_named_by_number() {
+        for (name, choice) in [
+            ("gpu", DeviceChoice::Wgpu(None)),
+            ("wgpu", DeviceChoice::Wgpu(None)),
+            ("wgpu:2", DeviceChoice::Wgpu(Some(2))),
+        ] {
+            assert_eq!(name.parse(), Ok(choice));
+        }
+        for bad in ["wgpu:", "wgpu:0,1", "wgpu:all", "gpu:0", "vulkan"] {
+            let refused = bad.parse::<DeviceChoice>().expect_err(bad);
+            assert!(refused.contains("wgpu:N"), "{refused}");
+        }
+    }
 
     #[test]
     fn choices_are_read_as_they_are_written() {

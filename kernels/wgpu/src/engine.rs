@@ -1,0 +1,235 @@
+//! [`Engine`] on an adapter.
+
+use crate::gpu::Gpu;
+use crate::linear::Linear;
+use crate::session::WgpuSession;
+use crate::sizes::Sizes;
+use nq_formats::{Progress, Weight, WeightStore};
+use nq_kernels::KernelSet;
+use nq_kernels::pages::KvType;
+use nq_model::forward::{Layer, Mix};
+use nq_model::{LinearKind, Mixer, ModelConfig, Product};
+use nq_runtime::host::available_memory;
+use nq_runtime::interface::{
+    DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+};
+use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::rope::Rotary;
+use nq_runtime::weights::{Census, LoadProgress};
+use nq_runtime::{Error, Result};
+use std::sync::{Arc, OnceLock};
+
+/// A model in the memory of an adapter.
+pub(crate) struct WgpuModel {
+    pub(crate) config: ModelConfig,
+    pub(crate) gpu: Gpu,
+    pub(crate) rotary: Rotary,
+    /// `[vocab, hidden]`, in the computer's memory: only rows that are looked up are read.
+    pub(crate) embedding: Weight,
+    pub(crate) layers: Vec<Layer<Linear, Vec<f32>>>,
+    pub(crate) norm: Vec<f32>, // [hidden]
+    pub(crate) head: Linear,   // [vocab, hidden]
+}
+
+impl WgpuModel {
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let layers = self.layers.iter().flat_map(Layer::linears);
+        layers.chain([&self.head])
+    }
+
+    /// True if a layer's gates and what they multiply are in matrices of their own.
+    pub(crate) fn has_gates_apart(&self) -> bool {
+        let blocks = self.layers.iter().flat_map(|layer| &layer.blocks);
+        blocks
+            .filter_map(|block| match &block.mixer {
+                Mix::Mlp(mlp) => Some(&mlp.gate_up.linear),
+                _ => None,
+            })
+            .any(|gate_up| !gate_up.interleaved)
+    }
+
+    /// Most inputs that are rounded to bytes; 0 if none are.
+    pub(crate) fn rounded_inputs(&self) -> usize {
+        let rounded = self.linears().filter(|linear| linear.rounds);
+        rounded.map(|linear| linear.inputs).max().unwrap_or(0)
+    }
+
+    /// Values of all vectors.
+    pub(crate) fn vector_values(&self) -> usize {
+        let vectors = self.layers.iter().flat_map(Layer::vectors);
+        vectors.map(Vec::len).sum::<usize>() + self.norm.len()
+    }
+}
+
+/// Why no kernel here serves a model of this shape; `None` if they do.
+pub fn unserved(config: &ModelConfig) -> Option<Error> {
+    let refuse = |what, expected: &str, found: String| {
+        Some(Error::Unsupported {
+            engine: "nq over wgpu",
+            what,
+            expected: format!("{expected}, or --device cpu"),
+            found,
+        })
+    };
+    for block in config.layers().flat_map(|layer| layer.blocks) {
+        match &block.mixer {
+            Mixer::Attention(attention) if attention.gated => {
+                return refuse("attention", "heads without gates", "gated heads".into());
+            }
+            Mixer::Attention(_) | Mixer::Mlp(_) => (),
+            Mixer::Delta(_) => {
+                let found = "layers with recurrences (gated DeltaNet)";
+                return refuse("layers", "attention and MLPs", found.into());
+            }
+            Mixer::Experts(_) => {
+                return refuse("layers", "a dense model", "a mixture of experts".into());
+            }
+        }
+    }
+    let dim = config.head_dim;
+    if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
+        let expected = "heads of up to 256 values, in multiples of 8";
+        return refuse("attention", expected, format!("heads of {dim}"));
+    }
+    let group = config.num_attention_heads / config.num_key_value_heads.max(1);
+    if group > 16 {
+        let found = format!("{group} heads of queries for one of keys");
+        return refuse(
+            "attention",
+            "at most 16 heads of queries for one of keys",
+            found,
+        );
+    }
+    None
+}
+
+/// [`Engine`] over `wgpu`.
+pub struct WgpuEngine {
+    model: Arc<WgpuModel>,
+    description: EngineDescription,
+    /// Measured at most once.
+    free: OnceLock<usize>,
+}
+
+impl WgpuEngine {
+    /// Reads a model layer by layer and repacks it for the adapter of number `ordinal` ([`crate::adapters`]).
+    ///
+    /// # Errors
+    /// An absent adapter, memory that is short, and what no kernel serves, each by name.
+    pub fn load(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
+        ordinal: usize,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        if let Some(e) = unserved(config) {
+            return Err(e);
+        }
+        if options.kernels == KernelSet::Reference {
+            return Err(Error::Unsupported {
+                engine: "nq over wgpu",
+                what: "reference kernels",
+                expected: "--kernels fused, or --device cpu".into(),
+                found: "--kernels reference".into(),
+            });
+        }
+        options.session.as_ref().map_or(Ok(()), check_spec)?;
+        let gpu = Gpu::open(ordinal)?;
+        let mut done = LoadProgress::begin(config, store, progress);
+        let (mut census, choice) = (Census::default(), options.activations);
+        let head_weight = models::head(store, config)?;
+        let head = Linear::new(&gpu, "head", &[&head_weight], false, choice, &mut census)?;
+        done.add(&head_weight);
+        drop(head_weight);
+        let embedding = models::embedding(store, config)?;
+        if !config.tie_word_embeddings {
+            done.add(&embedding);
+        }
+        let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(store, config, index)?;
+            let linear = |product: &'static Product| {
+                let gated = product.linears.iter().any(|l| l.kind == LinearKind::Gate);
+                let parts = weights.product(product);
+                Linear::new(&gpu, product.name, &parts, gated, choice, &mut census)
+            };
+            let vector = |vector| weights.values(vector);
+            layers.push(Layer::new(index, weights.spec, linear, vector)?);
+            weights.linears.values().for_each(|w| done.add(w));
+        }
+        let norm = models::final_norm(store, config)?.to_f32()?;
+        done.end();
+        let description = EngineDescription {
+            engine: "nq".into(),
+            device: gpu.description.clone(),
+            kernels: options.kernels.to_string(),
+            activations: census.activations(),
+            bits: census.bits(),
+            threads: 0,
+        };
+        let model = WgpuModel {
+            rotary: Rotary::new(config),
+            config: config.clone(),
+            gpu,
+            embedding,
+            layers,
+            norm,
+            head,
+        };
+        Ok(WgpuEngine {
+            model: Arc::new(model),
+            description,
+            free: OnceLock::new(),
+        })
+    }
+}
+
+/// Refuses sessions that no kernel serves.
+fn check_spec(spec: &SessionSpec) -> Result<()> {
+    if spec.kv == KvType::F16 {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        engine: "nq over wgpu",
+        what: "keys and values",
+        expected: "f16 (--kv 16), or --device cpu".into(),
+        found: spec.kv.to_string(),
+    })
+}
+
+impl Engine for WgpuEngine {
+    fn config(&self) -> &ModelConfig {
+        &self.model.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    fn bytes_per_token(&self) -> usize {
+        let linears = self.model.linears().map(Linear::bytes);
+        linears.sum::<usize>() + 4 * self.model.vector_values()
+    }
+
+    fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
+        let (model, sizes) = (&*self.model, Sizes::new(&self.model, spec));
+        let free = match model.gpu.on_host {
+            true => available_memory().map_or(usize::MAX, |bytes| bytes as usize),
+            false => *self.free.get_or_init(|| model.gpu.free_memory()),
+        };
+        Some(DeviceMemory {
+            weights: model.linears().map(Linear::bytes).sum(),
+            kv: sizes.kv(&model.config),
+            scratch: sizes.scratch(),
+            free,
+            on_host: model.gpu.on_host,
+        })
+    }
+
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        check_spec(&spec)?;
+        let session = WgpuSession::new(Arc::clone(&self.model), spec)?;
+        Ok(Box::new(session))
+    }
+}

@@ -1,0 +1,176 @@
+// Attention of a tile of rows of one sequence, for one head of keys and values: its queries are those of TILE rows times
+// GROUP heads that share it. Keys are read 64 at a time with an online softmax (arXiv 2205.14135). A workgroup reads the
+// pages of one part; if there are several parts, it leaves its sum and softmax to COMBINE.
+
+@group(0) @binding(0) var<uniform> step: Step;
+@group(0) @binding(1) var<storage, read> batch: array<u32>;
+@group(0) @binding(2) var<storage, read_write> attended: array<f32>; // [rows, HEADS, DIM]
+@group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM]
+@group(0) @binding(4) var<storage, read_write> softmax: array<vec2<f32>>; // [rows, HEADS, splits]: greatest score, sum
+
+#if COMBINE
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+    let at = (group.x * HEADS + group.y) * step.splits;
+    // Parts behind the row's position hold nothing, with a sum of 0.
+    var most = NOTHING;
+    for (var s = 0u; s < step.splits; s++) {
+        most = max(most, softmax[at + s].x);
+    }
+    var sum = 0.0;
+    for (var s = 0u; s < step.splits; s++) {
+        sum += softmax[at + s].y * exp(softmax[at + s].x - most);
+    }
+    for (var i = index; i < DIM; i += 64u) {
+        var value = 0.0;
+        for (var s = 0u; s < step.splits; s++) {
+            value += parts[(at + s) * DIM + i] * exp(softmax[at + s].x - most);
+        }
+        attended[(group.x * HEADS + group.y) * DIM + i] = value / sum;
+    }
+}
+#else
+@group(0) @binding(5) var<storage, read> qkv: array<vec4<f32>>;
+@group(0) @binding(6) var<storage, read> keys: array<vec4<u32>>;
+@group(0) @binding(7) var<storage, read> values: array<u32>;
+
+var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
+var<workgroup> scores: array<f32, QUERIES * 64>;
+var<workgroup> reduced: array<f32, 128>;
+var<workgroup> greatest: array<f32, QUERIES>;
+var<workgroup> total: array<f32, QUERIES>;
+var<workgroup> shrunk: array<f32, QUERIES>;
+
+@compute @workgroup_size(128)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+    let split = group.x;
+    let kv_head = group.y;
+    let tile = step.tiles_at + 4u * group.z;
+    let first_row = batch[tile];
+    let rows = batch[tile + 1u];
+    let position = batch[tile + 2u];
+    let table = step.tables_at + batch[tile + 3u];
+    for (var i = index; i < QUERIES * DIM / 4u; i += 128u) {
+        let query = i / (DIM / 4u);
+        let row = first_row + min(query / GROUP, rows - 1u);
+        let head = kv_head * GROUP + query % GROUP;
+        q[i] = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * (DIM / 4u) + i % (DIM / 4u)];
+    }
+    if (index < QUERIES) {
+        greatest[index] = NOTHING;
+        total[index] = 0.0;
+    }
+    workgroupBarrier();
+    let pair = index % PAIRS;
+    let part = index / PAIRS;
+    let takes_values = part < VALUE_PARTS;
+#for j in PER_VALUE_PART
+    var sum$j = vec2<f32>();
+#end
+    let begin = split * step.split_pages * PAGE;
+    let end = min(position + rows, begin + step.split_pages * PAGE);
+    for (var base = begin; base < end; base += 64u) {
+        let page = batch[table + base / PAGE];
+        let place = (page * KV_HEADS + kv_head) * PAGE + base % PAGE;
+        let key = index % 64u;
+        let half = index / 64u;
+#for j in PER_HALF
+        var score$j = 0.0;
+#end
+        if (base + key < end) {
+            for (var i = 0u; i < DIM / 8u; i++) {
+                let words = keys[(place + key) * (DIM / 8u) + i];
+                let a = vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+                let b = vec4<f32>(unpack2x16float(words.z), unpack2x16float(words.w));
+#for j in PER_HALF
+                {
+                    let at = min(half * PER_HALF + $ju, QUERIES - 1u) * (DIM / 4u) + 2u * i;
+                    score$j += dot(q[at], a) + dot(q[at + 1u], b);
+                }
+#end
+            }
+        }
+#for j in PER_HALF
+        {
+            let query = half * PER_HALF + $ju;
+            if (query < QUERIES) {
+                let seen = base + key <= position + query / GROUP && base + key < end;
+                scores[query * 64u + key] = select(NOTHING, score$j * SCALE, seen);
+            }
+        }
+#end
+        workgroupBarrier();
+        // Eight invocations for each query.
+        let query = min(index / 8u, QUERIES - 1u);
+        var most = NOTHING;
+        for (var i = 0u; i < 8u; i++) {
+            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
+        }
+        reduced[index] = most;
+        workgroupBarrier();
+        most = greatest[query];
+        for (var i = 0u; i < 8u; i++) {
+            most = max(most, reduced[index / 8u * 8u + i]);
+        }
+        workgroupBarrier();
+        var sum = 0.0;
+        if (index < 8u * QUERIES) {
+            for (var i = 0u; i < 8u; i++) {
+                let at = query * 64u + index % 8u * 8u + i;
+                // Before the first key that a query sees, nothing counts.
+                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
+                scores[at] = weight;
+                sum += weight;
+            }
+        }
+        reduced[index] = sum;
+        workgroupBarrier();
+        if (index < 8u * QUERIES && index % 8u == 0u) {
+            let shrinks = exp(greatest[query] - most);
+            var all = total[query] * shrinks;
+            for (var i = 0u; i < 8u; i++) {
+                all += reduced[index + i];
+            }
+            total[query] = all;
+            shrunk[query] = shrinks;
+            greatest[query] = most;
+        }
+        workgroupBarrier();
+        if (takes_values) {
+#for j in PER_VALUE_PART
+            sum$j *= shrunk[min(part * PER_VALUE_PART + $ju, QUERIES - 1u)];
+#end
+            let count = min(64u, end - base);
+            for (var i = 0u; i < count; i++) {
+                let value = unpack2x16float(values[(place + i) * PAIRS + pair]);
+#for j in PER_VALUE_PART
+                sum$j += value * scores[min(part * PER_VALUE_PART + $ju, QUERIES - 1u) * 64u + i];
+#end
+            }
+        }
+        workgroupBarrier();
+    }
+    if (takes_values) {
+#for j in PER_VALUE_PART
+        {
+            let query = part * PER_VALUE_PART + $ju;
+            let row = first_row + query / GROUP;
+            let at = row * HEADS + kv_head * GROUP + query % GROUP;
+            if (query < QUERIES && query / GROUP < rows) {
+                if (step.splits == 1u) {
+                    attended[at * DIM + 2u * pair] = sum$j.x / total[query];
+                    attended[at * DIM + 2u * pair + 1u] = sum$j.y / total[query];
+                } else {
+                    let to = at * step.splits + split;
+                    parts[to * DIM + 2u * pair] = sum$j.x;
+                    parts[to * DIM + 2u * pair + 1u] = sum$j.y;
+                    if (pair == 0u) {
+                        softmax[to] = vec2<f32>(greatest[query], total[query]);
+                    }
+                }
+            }
+        }
+#end
+    }
+}
+#end
