@@ -68,7 +68,9 @@ pub(crate) fn adapt(
 pub(crate) fn check_device(options: &LoadOptions) -> nq_runtime::Result<()> {
     match Device::choose(options.device)? {
         Device::Cpu | Device::Cuda(_) => Ok(()),
-        device @ (Device::Gpus(_) | Device::Wgpu(_)) => Err(nq_runtime::Error::no_adapters(&device.to_string())),
+        device @ (Device::Gpus(_) | Device::Wgpu(_)) => {
+            Err(nq_runtime::Error::no_adapters(&device.to_string()))
+        }
     }
 }
 

@@ -28,8 +28,7 @@ pub(crate) fn arguments() -> impl Iterator<Item = &'static OsString> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Shared options")]
 pub(crate) struct Global {
-    /// Where to run: auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,1 or cuda:all; gpu, or wgpu:N of `nq doctor`, over
-    /// Vulkan, Metal or Direct3D 12
+    /// Where to run: auto, cpu, cuda, cuda:N, several GPUs: cuda:0,1 or cuda:all, or gpu, wgpu:N (Vulkan, Metal)
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
     /// How several GPUs divide the model: tensors (a part of every layer each) or layers [default: tensors, where the model and

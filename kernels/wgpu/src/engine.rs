@@ -2,6 +2,7 @@
 
 use crate::gpu::Gpu;
 use crate::linear::Linear;
+use crate::pack::held_size;
 use crate::session::WgpuSession;
 use crate::sizes::Sizes;
 use nq_formats::{Progress, Weight, WeightStore};
@@ -15,7 +16,7 @@ use nq_runtime::interface::{
 };
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
-use nq_runtime::weights::{Census, LoadProgress};
+use nq_runtime::weights::{Census, LoadProgress, note_held};
 use nq_runtime::{Error, Result};
 use std::sync::{Arc, OnceLock};
 
@@ -160,6 +161,15 @@ impl WgpuEngine {
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
+        note_held(config, store, held_size, progress);
+        if choice.is_forced() && !census.rounds() {
+            return Err(Error::Unsupported {
+                engine: "nq over wgpu",
+                what: "rounded activations",
+                expected: "quantized weights for int8".into(),
+                found: format!("{}-bit floats", census.bits()),
+            });
+        }
         let description = EngineDescription {
             engine: "nq".into(),
             device: gpu.description.clone(),

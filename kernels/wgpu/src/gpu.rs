@@ -46,7 +46,7 @@ pub(crate) const GRID: usize = 32768;
 pub(crate) struct Gpu {
     device: wgpu::Device,
     queue: wgpu::Queue,
-    limits: Limits,
+    pub(crate) limits: Limits,
     /// `wgpu:0`
     name: String,
     pub(crate) description: String,

@@ -1,6 +1,7 @@
 //! The weight of a product in a GPU's memory, and its kernels.
 
-use crate::gpu::{Binding, GRID, Gpu, Grid, Kernel, UPLOAD, launch};
+use crate::gpu::Binding::{self, Read, Uniform, Write};
+use crate::gpu::{GRID, Gpu, Grid, Kernel, UPLOAD, launch};
 use crate::pack::{Codes, Form, PackedRows};
 use crate::source::Source;
 use nq_formats::{Bits, Weight};
@@ -59,16 +60,7 @@ pub(crate) enum Outputs {
 
 /// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and their
 /// scales, and outputs.
-const BINDINGS: [Binding; 8] = [
-    Binding::Read,
-    Binding::Read,
-    Binding::Read,
-    Binding::Uniform,
-    Binding::Uniform,
-    Binding::Read,
-    Binding::Read,
-    Binding::Write,
-];
+const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
 
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
@@ -314,7 +306,7 @@ impl BoundProduct {
                 return Ok(Arc::clone(kernel));
             }
             let source = source(&form, self.rounds, self.outputs);
-            let kernel = gpu.kernel(&shaped(source, gpu, rows), &BINDINGS)?;
+            let kernel = gpu.kernel(&shaped(source, gpu, self.rounds, rows), &BINDINGS)?;
             known.insert(key, Arc::clone(&kernel));
             Ok(kernel)
         };
@@ -326,7 +318,7 @@ impl BoundProduct {
         for ((_, outputs, bound), kernel) in self.slices.iter().zip(kernels) {
             let grid = match rows <= STEP_ROWS {
                 true => {
-                    let groups = outputs.div_ceil(4 * together(bucket(rows)));
+                    let groups = outputs.div_ceil(4 * together(bucket(rows), self.rounds));
                     Grid::new(groups.min(GRID), groups.div_ceil(GRID))
                 }
                 false => Grid::new(outputs.div_ceil(64), rows.div_ceil(64)),
@@ -345,10 +337,21 @@ pub(crate) fn bucket(rows: usize) -> usize {
 }
 
 /// Rows of a weight that an invocation sums together.
-fn together(bucket: usize) -> usize {
+fn together(bucket: usize, rounds: bool) -> usize {
     match bucket {
+        // More workgroups, whose loads are on their way at the same time.
+        1 if rounds => 2,
+        // Registers for all sums.
         16 => 2,
         _ => 4,
+    }
+}
+
+/// Units that an invocation reads at once.
+fn unrolled(bucket: usize, rounds: bool) -> usize {
+    match bucket {
+        1 if rounds => 4,
+        _ => 1,
     }
 }
 
@@ -374,14 +377,15 @@ fn source(form: &Form, rounds: bool, outputs: Outputs) -> Source {
         .flag("GATED", outputs == Outputs::Gated)
 }
 
-fn shaped(source: Source, gpu: &Gpu, rows: usize) -> Source {
+fn shaped(source: Source, gpu: &Gpu, rounds: bool, rows: usize) -> Source {
     match bucket(rows) {
         0 => source.file(include_str!("wgsl/gemm.wgsl")),
         bucket => source
             .file(include_str!("wgsl/gemv.wgsl"))
             .with("ROWS", bucket)
-            .with("TOGETHER", together(bucket))
-            .with("TOTALS", 4 * together(bucket) * bucket)
+            .with("TOGETHER", together(bucket, rounds))
+            .with("UNROLLED", unrolled(bucket, rounds))
+            .with("TOTALS", 4 * together(bucket, rounds) * bucket)
             .with("GRID", GRID)
             .flag("SUBGROUPS", gpu.subgroups),
     }

@@ -3,9 +3,10 @@
 
 use half::f16;
 use nq_formats::{
-    AffineWeight, Bits, Group, Levels, QuantizedWeight, Weight, ZeroPoints, Zeros, pack,
+    AffineScheme, AffineWeight, Bits, Group, HeldSize, Levels, QuantizedWeight, Scheme, Weight,
+    ZeroPoints, Zeros, pack,
 };
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use nq_runtime::{Error, Result};
 
 /// Inputs of a unit.
@@ -89,7 +90,7 @@ impl Form {
             _ => CHANNEL,
         };
         Ok(Form {
-            codes: Codes::Integers(held(affine)),
+            codes: Codes::Integers(held(&scheme)),
             shift,
             offsets: scheme.zeros == Zeros::Offset,
             units,
@@ -134,14 +135,19 @@ impl Form {
     }
 }
 
-/// The width in which the codes of `weight` are held: their own, but 4 bits for fewer, and 8 for those of a table.
-fn held(weight: &AffineWeight) -> Bits {
-    let scheme = weight.scheme();
+/// The width in which codes are held: their own, but 4 bits for fewer, and 8 for those of a table.
+fn held(scheme: &AffineScheme) -> Bits {
     match scheme.levels {
         Levels::Table => Bits::B8,
         Levels::Even if scheme.bits < Bits::B4 => Bits::B4,
         Levels::Even => scheme.bits,
     }
+}
+
+/// How much of a weight of such a scheme is held.
+pub(crate) fn held_size(scheme: Scheme, dims: Dims) -> HeldSize {
+    let held = |s: AffineScheme| AffineScheme::new(held(&s), s.group, s.zeros).into();
+    scheme.affine().map_or(scheme, held).stored(dims)
 }
 
 /// Some rows of a matrix, packed: words of codes, of high bits and of scales.

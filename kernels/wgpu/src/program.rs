@@ -2,7 +2,8 @@
 //! its number of rows.
 
 use crate::engine::WgpuModel;
-use crate::gpu::{Binding, Gpu, Grid, Kernel, launch};
+use crate::gpu::Binding::{self, Read, Uniform, Write};
+use crate::gpu::{Gpu, Grid, Kernel, launch};
 use crate::linear::{BoundProduct, Linear, Operands, Outputs, ProductKernels, STEP_ROWS};
 use crate::pack::UNIT;
 use crate::sizes::Sizes;
@@ -11,6 +12,7 @@ use nq_kernels::pages::PAGE;
 use nq_model::ModelConfig;
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
 use nq_runtime::{Error, Result};
+use std::ops::Range;
 use std::sync::Arc;
 use wgpu::{BindGroup, Buffer, ComputePass};
 
@@ -103,7 +105,8 @@ struct AttentionKernels {
 
 /// What the layers, and behind them the head, launch.
 pub(crate) struct Program {
-    layers: Vec<Op>,
+    /// By layer.
+    layers: Vec<Vec<Op>>,
     /// The final norm of wanted rows.
     norm: Vec<Op>,
     head: Vec<Op>,
@@ -121,39 +124,12 @@ pub(crate) struct Attended {
 }
 
 /// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 8] = [
-    Binding::Uniform,
-    Binding::Read,
-    Binding::Write,
-    Binding::Write,
-    Binding::Write,
-    Binding::Read,
-    Binding::Read,
-    Binding::Read,
-];
-pub(crate) const HEADS: [Binding; 7] = [
-    Binding::Uniform,
-    Binding::Read,
-    Binding::Read,
-    Binding::Read,
-    Binding::Write,
-    Binding::Write,
-    Binding::Write,
-];
-pub(crate) const NORM: [Binding; 5] = [
-    Binding::Uniform,
-    Binding::Read,
-    Binding::Read,
-    Binding::Read,
-    Binding::Write,
-];
-pub(crate) const ROUND: [Binding; 4] = [
-    Binding::Uniform,
-    Binding::Read,
-    Binding::Write,
-    Binding::Write,
-];
-pub(crate) const SILU: [Binding; 3] = [Binding::Uniform, Binding::Read, Binding::Write];
+pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Write, Read, Read, Read];
+pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Read, Write, Write, Write];
+pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
+pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
+pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
+pub(crate) const SILU: [Binding; 3] = [Uniform, Read, Write];
 
 /// Values of queries that workgroups of attention hold at most: half of the 16 KB that every adapter has.
 const HELD_QUERIES: usize = 2048;
@@ -176,12 +152,14 @@ impl Program {
             gpu,
             config: c,
             buffers,
+            gains: None,
             ops: Vec::new(),
         };
+        let mut layers = Vec::with_capacity(model.layers.len());
         for layer in &model.layers {
             layer.run(&mut recorder)?;
+            layers.push(std::mem::take(&mut recorder.ops));
         }
-        let layers = std::mem::take(&mut recorder.ops);
         recorder.final_norm(&model.norm)?;
         let norm = std::mem::take(&mut recorder.ops);
         let b = buffers;
@@ -202,7 +180,7 @@ impl Program {
         })
     }
 
-    /// Adds the layers' launches to `pass`.
+    /// Adds the launches of these layers to `pass`.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses a kernel for as many rows.
@@ -210,9 +188,10 @@ impl Program {
         &mut self,
         gpu: &Gpu,
         pass: &mut ComputePass<'_>,
+        layers: Range<usize>,
         attended: Attended,
     ) -> Result<()> {
-        for op in &self.layers {
+        for op in self.layers[layers].iter().flatten() {
             match op {
                 Op::Attention(bound) => {
                     let kernels = &self.attention;
@@ -369,6 +348,8 @@ struct Recorder<'a> {
     gpu: &'a Gpu,
     config: &'a ModelConfig,
     buffers: &'a Buffers,
+    /// Gains of a block's norm, until it is known whether its product rounds inputs.
+    gains: Option<Buffer>,
     ops: Vec<Op>,
 }
 
@@ -401,7 +382,8 @@ impl Recorder<'_> {
         norm(self.config.hidden_size, self.config.rms_norm_eps)
     }
 
-    /// `x` times the weight, to `y`; behind the rounding of `x`, if the kernel reads bytes.
+    /// `x` times the weight, to `y`; behind the norm that makes `x`, if there is one, and its rounding, if the kernel
+    /// reads bytes.
     fn product(
         &mut self,
         linear: &Linear,
@@ -411,12 +393,24 @@ impl Recorder<'_> {
         outputs: Outputs,
     ) -> Result<()> {
         let b = self.buffers;
-        let (x, x_scales) = match linear.rounds {
-            false => (x, x),
-            true => {
-                let buffers = [step, x, &b.rounded, &b.rounded_scales];
+        let rounded = (&b.rounded, &b.rounded_scales);
+        let (x, x_scales) = match (self.gains.take(), linear.rounds) {
+            (None, false) => (x, x),
+            (None, true) => {
+                let buffers = [step, x, rounded.0, rounded.1];
                 self.rows(round(linear.inputs), 1, &ROUND, &buffers)?;
-                (&b.rounded, &b.rounded_scales)
+                rounded
+            }
+            (Some(gains), false) => {
+                let buffers = [step, &b.batch, &gains, &b.stream, x];
+                self.rows(self.norm_source(), 1, &NORM, &buffers)?;
+                (x, x)
+            }
+            (Some(gains), true) => {
+                let source = self.norm_source().flag("ROUND", true);
+                let buffers = [step, &b.batch, &gains, &b.stream, rounded.0, rounded.1];
+                self.rows(source, 1, &NORM_ROUND, &buffers)?;
+                rounded
             }
         };
         let operands = Operands {
@@ -446,10 +440,8 @@ impl Verbs for Recorder<'_> {
     type Error = Error;
 
     fn norm(&mut self, norm: &Vec<f32>) -> Result<()> {
-        let b = self.buffers;
-        let gains = self.gpu.upload("gains of a norm", norm)?;
-        let buffers = [&b.step, &b.batch, &gains, &b.stream, &b.normed];
-        self.rows(self.norm_source(), 1, &NORM, &buffers)
+        self.gains = Some(self.gpu.upload("gains of a norm", norm)?);
+        Ok(())
     }
 
     fn project(

@@ -24,6 +24,9 @@ pub(crate) struct WgpuSession {
     logits: Vec<f32>, // [rows wanted, vocab], or [rows wanted, hidden]
 }
 
+/// Layers whose commands are submitted together: the device computes them while the host writes those of the next.
+const SUBMITTED: usize = 6;
+
 /// Consecutive rows of a chunk in a pass.
 struct Span {
     chunk: usize,
@@ -120,24 +123,30 @@ impl WgpuSession {
             Wanted::Logits => c.vocab_size,
             Wanted::Hidden => c.hidden_size,
         };
-        // The first rows of the head are submitted with the layers.
         let mut encoder = gpu.encoder();
-        let mut layers = Some(layout.attended);
+        let count = model.layers.len();
+        for first in (0..count).step_by(SUBMITTED) {
+            let last = count.min(first + SUBMITTED);
+            {
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                self.program
+                    .layers(gpu, &mut pass, first..last, layout.attended)?;
+            }
+            // The first rows of the head are submitted with the last layers.
+            if last < count {
+                gpu.submit(std::mem::replace(&mut encoder, gpu.encoder()));
+            }
+        }
         let mut done = 0;
         loop {
             let together = (layout.wanted - done).min(self.sizes.head_rows);
-            {
+            if together > 0 {
+                step[0] = together as u32;
+                step[5] = (layout.wanted_at + done) as u32;
+                gpu.write(&b.head_step, 0, bytemuck::cast_slice(&step));
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-                if let Some(attended) = layers.take() {
-                    self.program.layers(gpu, &mut pass, attended)?;
-                }
-                if together > 0 {
-                    step[0] = together as u32;
-                    step[5] = (layout.wanted_at + done) as u32;
-                    gpu.write(&b.head_step, 0, bytemuck::cast_slice(&step));
-                    let logits = wanted == Wanted::Logits;
-                    self.program.head(gpu, &mut pass, together, logits)?;
-                }
+                let logits = wanted == Wanted::Logits;
+                self.program.head(gpu, &mut pass, together, logits)?;
             }
             let bytes = 4 * together * width;
             let from = match wanted {

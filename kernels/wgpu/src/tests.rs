@@ -5,7 +5,8 @@
 use crate::gpu::{Binding, Gpu, Grid, launch};
 use crate::linear::{BoundProduct, Linear, Operands, Outputs, ProductKernels};
 use crate::program::{
-    ATTENTION, HEADS, Heads, NORM, ROUND, SILU, attention, norm, prepare_heads, round, silu,
+    ATTENTION, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU, attention, norm, prepare_heads, round,
+    silu,
 };
 use crate::source::Source;
 use half::f16;
@@ -209,6 +210,22 @@ fn products_of_any_number_of_rows() {
 }
 
 #[test]
+fn weights_are_cut_where_a_binding_ends() {
+    let Some(mut gpu) = gpu() else { return };
+    gpu.limits.max_storage_buffer_binding_size = 1 << 14;
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let weight = affine(scheme, 300, 320, None, 1);
+    let (parts, choice) = ([&weight], ActivationChoice::F32);
+    let linear = Linear::new(&gpu, "test", &parts, false, choice, &mut Census::default()).unwrap();
+    // Tiles of 64 rows of 160 bytes.
+    assert_eq!(linear.slices.len(), 5);
+    let x = normal(2 * 320, 1);
+    let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
+    let error = nmse(&found, &expected(&parts, Activations::F32, Outputs::Stored, &x));
+    assert!(error < 1e-11, "{error:e}");
+}
+
+#[test]
 fn inputs_are_rounded_to_bytes_for_every_width() {
     let Some(gpu) = gpu() else { return };
     for bits in [Bits::B4, Bits::B5, Bits::B6, Bits::B8] {
@@ -294,6 +311,27 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
     run(&gpu, &gathers, &NORM, &buffers, Grid::new(2, 1));
     let wanted = [&expected[3 * hidden..], &expected[hidden..2 * hidden]].concat();
     assert!(nmse(&read(&gpu, &y, 2 * hidden), &wanted) < 1e-11);
+    // The same in bytes, and their scales.
+    let rounds = norm(hidden, eps).flag("ROUND", true);
+    let (codes, scales) = (
+        gpu.buffer("bytes", 4 * hidden).unwrap(),
+        gpu.buffer("scales", hidden).unwrap(),
+    );
+    let buffers = [&step, &batch, &gains, &x, &codes, &scales];
+    run(&gpu, &rounds, &NORM_ROUND, &buffers, Grid::new(4, 1));
+    let (codes, scales) = (read(&gpu, &codes, hidden), read(&gpu, &scales, hidden / 4));
+    let codes: Vec<i8> = codes
+        .iter()
+        .flat_map(|v| v.to_bits().to_le_bytes().map(|b| b as i8))
+        .collect();
+    let mut found = Vec::new();
+    for (unit, scale) in codes.chunks_exact(32).zip(scales.chunks_exact(2)) {
+        found.extend(unit.iter().map(|c| f32::from(*c) * scale[0]));
+        let sum: f32 = unit.iter().map(|c| f32::from(*c)).sum();
+        assert!((sum * scale[0] - scale[1]).abs() < 1e-3 * scale[0].abs());
+    }
+    reference::round_activations(&mut expected, hidden, Activations::Int8 { group: 32 });
+    assert!(nmse(&found, &expected) < 1e-5);
 }
 
 /// A sequence whose pages lie in another order, the last `rows` of whose `len` positions are computed.

@@ -1,5 +1,5 @@
 // y = x w^T for up to ROWS rows of x: 32 lanes go through the units of TOGETHER rows of w, and a workgroup of 128 has
-// four times as many rows. Every output is summed in the same order whatever ROWS is.
+// four times as many rows. UNROLLED units are on their way at once. Every output is summed in the same order whatever ROWS is.
 
 @group(0) @binding(4) var<uniform> step: Step;
 #if INT8
@@ -38,50 +38,57 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var sum$i_$r = 0.0;
 #end
 #end
-    for (var unit = lane; unit < slice.units; unit += 32u) {
+    for (var next = lane; next < slice.units; next += 32u * UNROLLED) {
+#for u in UNROLLED
+        {
+            // Units past the end repeat the last one, times 0.
+            let unit = min(next + 32u * $uu, slice.units - 1u);
+            let inside = select(0.0, 1.0, next + 32u * $uu < slice.units);
 #for i in TOGETHER
-        let raw$i = raw_unit(row$i, unit);
-        let a$i = scale_of(row$i, unit, 0u);
+            let raw$i = raw_unit(row$i, unit);
+            let a$i = scale_of(row$i, unit, 0u);
 #if SMALL_GROUPS
-        let b$i = scale_of(row$i, unit, 1u);
+            let b$i = scale_of(row$i, unit, 1u);
 #end
 #end
 #for r in ROWS
-        {
-            // Rows that the pass does not have repeat the last one.
-            let at = min($ru, step.rows - 1u) * slice.units + unit;
+            {
+                // Rows that the pass does not have repeat the last one.
+                let at = min($ru, step.rows - 1u) * slice.units + unit;
 #if INT8
-            let low = x[2u * at];
-            let upper = x[2u * at + 1u];
-            let scale = x_scales[at];
+                let low = x[2u * at];
+                let upper = x[2u * at + 1u];
+                let scale = x_scales[at] * inside;
 #for i in TOGETHER
-            var dot$i = 0;
+                var dot$i = 0;
 #for c in 4
-            dot$i += dot4I8Packed(raw$i[$c] ^ FLIP, low[$c]);
+                dot$i += dot4I8Packed(raw$i[$c] ^ FLIP, low[$c]);
 #end
 #for c in 4
-            dot$i += dot4I8Packed(raw$i[4 + $c] ^ FLIP, upper[$c]);
+                dot$i += dot4I8Packed(raw$i[4 + $c] ^ FLIP, upper[$c]);
 #end
-            sum$i_$r += a$i.x * scale.x * f32(dot$i) + (a$i.y + FLIPPED * a$i.x) * scale.y;
+                sum$i_$r += a$i.x * scale.x * f32(dot$i) + (a$i.y + FLIPPED * a$i.x) * scale.y;
 #end
 #else
 #for j in 8
-            let x$j = x[8u * at + $ju];
+                let x$j = x[8u * at + $ju] * inside;
 #end
 #for i in TOGETHER
 #for j in 8
 #if SMALL_GROUPS
-            let s$i_$j = select(a$i, b$i, $j > 3);
+                let s$i_$j = select(a$i, b$i, $j > 3);
 #else
-            let s$i_$j = a$i;
+                let s$i_$j = a$i;
 #end
 #if FLOATS
-            sum$i_$r += dot(quad(raw$i, $ju), x$j);
+                sum$i_$r += dot(quad(raw$i, $ju), x$j);
 #else
-            sum$i_$r += dot(fma(quad(raw$i, $ju), vec4<f32>(s$i_$j.x), vec4<f32>(s$i_$j.y)), x$j);
+                sum$i_$r += dot(fma(quad(raw$i, $ju), vec4<f32>(s$i_$j.x), vec4<f32>(s$i_$j.y)), x$j);
 #end
 #end
 #end
+#end
+            }
 #end
         }
 #end
