@@ -12,6 +12,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::LazyLock;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -319,12 +320,22 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 
 /// The version with the features of this build, as `--version` prints it.
 fn version() -> &'static str {
-    match (nq_load::gpu::BUILT_IN, cfg!(demo)) {
-        (true, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda, demo)"),
-        (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
-        (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),
-        (false, false) => concat!(env!("CARGO_PKG_VERSION"), " (no features)"),
-    }
+    static VERSION: LazyLock<String> = LazyLock::new(|| {
+        let features = [
+            (nq_load::gpu::BUILT_IN, "cuda"),
+            (cfg!(demo), "demo"),
+            (nq_load::wgpu::BUILT_IN, "wgpu"),
+        ];
+        let features: Vec<&str> = (features.into_iter())
+            .filter_map(|(on, name)| on.then_some(name))
+            .collect();
+        let number = env!("CARGO_PKG_VERSION");
+        match features.is_empty() {
+            true => format!("{number} (no features)"),
+            false => format!("{number} (features: {})", features.join(", ")),
+        }
+    });
+    &VERSION
 }
 
 #[cfg(test)]

@@ -61,6 +61,7 @@ fn doctor_describes_the_machine() {
             "cpu",
             "memory",
             "gpu",
+            "adapters",
             "folders",
             "environment",
             "problems",

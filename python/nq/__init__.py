@@ -220,7 +220,8 @@ class ChatSettings(Settings, total=False):
 class Model:
     """A loaded model.
 
-    `device` is auto (the first GPU, otherwise the CPU), cpu, cuda, cuda:N, or several GPUs as cuda:0,1 or cuda:all;
+    `device` is auto (the first GPU, otherwise the CPU), cpu, cuda, cuda:N, several GPUs as cuda:0,1 or cuda:all,
+    or gpu or wgpu:N, over Vulkan, Metal or Direct3D 12;
     `threads` are those of a CPU, one per core if it is None. `ctx` is the number of tokens that a chat has room for, by default at most 8192. `bits` quantizes an
     unquantized model while it is loaded, to 3, 4, 5, 6 or 8; `nq.quantize` gives better quality. `kv` is the bits of
     keys and values, 8 or 16 (32 for comparison). `cpu_experts` is the number of layers whose experts stay with the CPU,

@@ -466,7 +466,11 @@ impl std::fmt::Display for Findings {
         }
         for a in &self.adapters {
             let AdapterFinding { device, name, .. } = a;
-            writeln!(f, "{device:<9} {name}: {}, {}, {}", a.kind, a.backend, a.driver)?;
+            writeln!(
+                f,
+                "{device:<9} {name}: {}, {}, {}",
+                a.kind, a.backend, a.driver
+            )?;
             for lacks in &a.lacks {
                 writeln!(f, "          lacks {lacks}")?;
             }
