@@ -221,7 +221,10 @@ fn weights_are_cut_where_a_binding_ends() {
     assert_eq!(linear.slices.len(), 5);
     let x = normal(2 * 320, 1);
     let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
-    let error = nmse(&found, &expected(&parts, Activations::F32, Outputs::Stored, &x));
+    let error = nmse(
+        &found,
+        &expected(&parts, Activations::F32, Outputs::Stored, &x),
+    );
     assert!(error < 1e-11, "{error:e}");
 }
 

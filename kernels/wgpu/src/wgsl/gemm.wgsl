@@ -113,20 +113,20 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
 #end
         workgroupBarrier();
-#for k in 32
-        {
-            let xa = x_tile[16u * $ku + 2u * tm];
-            let xb = x_tile[16u * $ku + 2u * tm + 1u];
-            let wa = w_tile[16u * $ku + 2u * tn];
-            let wb = w_tile[16u * $ku + 2u * tn + 1u];
+        for (var first = 0u; first < 32u; first += 8u) {
+#for k in 8
+            let xa$k = x_tile[16u * (first + $ku) + 2u * tm];
+            let xb$k = x_tile[16u * (first + $ku) + 2u * tm + 1u];
+            let wa$k = w_tile[16u * (first + $ku) + 2u * tn];
+            let wb$k = w_tile[16u * (first + $ku) + 2u * tn + 1u];
 #for m in 4
-            low$m = fma(vec4<f32>(xa[$m]), wa, low$m);
-            high$m = fma(vec4<f32>(xa[$m]), wb, high$m);
-            low@m4 = fma(vec4<f32>(xb[$m]), wa, low@m4);
-            high@m4 = fma(vec4<f32>(xb[$m]), wb, high@m4);
+            low$m = fma(vec4<f32>(xa$k[$m]), wa$k, low$m);
+            high$m = fma(vec4<f32>(xa$k[$m]), wb$k, high$m);
+            low@m4 = fma(vec4<f32>(xb$k[$m]), wa$k, low@m4);
+            high@m4 = fma(vec4<f32>(xb$k[$m]), wb$k, high@m4);
+#end
 #end
         }
-#end
 #end
     }
 #for m in 8

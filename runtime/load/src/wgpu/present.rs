@@ -7,7 +7,7 @@ use nq_runtime::Result;
 use nq_runtime::interface::{Engine, LoadOptions};
 pub use nq_wgpu::AdapterMeter;
 use nq_wgpu::WgpuEngine;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// All adapters, in the order of their numbers: GPUs first, software last.
 pub fn adapters() -> Vec<AdapterFound> {
@@ -26,7 +26,9 @@ pub fn adapters() -> Vec<AdapterFound> {
 
 /// The adapter of number `ordinal`, or the first that is a GPU; otherwise the reason why there is none.
 pub(crate) fn choose(ordinal: Option<usize>) -> Result<usize, String> {
-    let found = nq_wgpu::adapters();
+    // Drivers take a while to look, and a process asks often.
+    static FOUND: OnceLock<Vec<nq_wgpu::FoundAdapter>> = OnceLock::new();
+    let found = FOUND.get_or_init(nq_wgpu::adapters);
     match (ordinal, found.len()) {
         (_, 0) => Err("no driver for Vulkan, Metal or Direct3D 12 was found".into()),
         (Some(n), count) if n < count => Ok(n),
