@@ -6,7 +6,7 @@ use crate::program::{Attended, Buffers, Program};
 use crate::sizes::{SPLITS, Sizes};
 use nq_kernels::pages::PAGE;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks};
-use nq_runtime::interface::{Chunk, Logits, Observer, Pages, Session, SessionSpec};
+use nq_runtime::interface::{Chunk, Logits, Observer, Pages, PlacedImage, Session, SessionSpec};
 use nq_runtime::kv::{PageCopy, PageTables};
 use nq_runtime::{Error, Result};
 use std::ops::Range;
@@ -311,6 +311,18 @@ impl Session for WgpuSession {
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
         Ok(len)
+    }
+
+    fn show(&mut self, _slot: usize, images: &[PlacedImage]) -> Result<()> {
+        match images.len() {
+            0 => Ok(()),
+            n => Err(Error::Unsupported {
+                engine: "nq over wgpu",
+                what: "images",
+                expected: "text, or --device cpu or cuda".into(),
+                found: n.to_string(),
+            }),
+        }
     }
 
     fn pages(&mut self) -> Option<&mut dyn Pages> {

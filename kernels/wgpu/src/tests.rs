@@ -194,7 +194,7 @@ fn products_of_any_number_of_rows() {
     );
     let other = AffineScheme::new(Bits::B8, Group::Size(32), Zeros::None);
     let c = affine(other, 9, 320, None, 3);
-    for rows in [1, 2, 3, 4, 7, 8, 11, 16, 17, 64, 65, 130] {
+    for rows in [1, 3, 16, 17, 65] {
         let x = normal(rows * 320, rows as u64);
         for (choice, rounding) in [
             (ActivationChoice::F32, Activations::F32),
@@ -235,7 +235,7 @@ fn inputs_are_rounded_to_bytes_for_every_width() {
         let scheme = AffineScheme::new(bits, Group::Size(64), Zeros::Integer);
         let weight = affine(scheme, 66, 256, None, 5);
         let choice = ActivationChoice::Int8 { group: 32 };
-        for rows in [5, 40] {
+        for rows in [2, 40] {
             let x = normal(rows * 256, 3);
             let found = product(&gpu, &[&weight], choice, Outputs::Stored, &x);
             let rounding = Activations::Int8 { group: 32 };
