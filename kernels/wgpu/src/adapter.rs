@@ -90,7 +90,8 @@ fn describe(adapter: &wgpu::Adapter) -> FoundAdapter {
     let (info, limits) = (adapter.get_info(), adapter.limits());
     let mut lacks = Vec::new();
     if !has_subgroups(adapter) {
-        let why = "subgroups of 32 lanes alone: sums of products go through workgroup memory, a few percent of decoding";
+        let why =
+            "subgroups of 32 lanes alone: sums of steps' products go through workgroup memory";
         lacks.push(why.into());
     }
     let binding = limits.max_storage_buffer_binding_size;

@@ -186,8 +186,8 @@ impl Gpu {
         })
     }
 
-    /// Bytes that can still be allocated: as much as the driver gives in buffers of up to 1 GB, which are freed again. No
-    /// interface of `wgpu` tells.
+    /// Bytes that can still be allocated: as much as the driver gives in buffers of up to 1 GB, which are freed again.
+    /// No interface of `wgpu` tells.
     pub(crate) fn free_memory(&self) -> usize {
         const MOST: usize = 1 << 30;
         let (mut held, mut size, mut free) = (Vec::new(), self.most_bytes().min(MOST), 0);

@@ -1,8 +1,9 @@
-//! nq's models on GPUs over Vulkan, Metal and Direct3D 12: dense models, by kernels in WGSL that the driver compiles when
-//! a model is loaded. `wgpu` finds the drivers when the program runs: a machine without one runs as before.
+//! nq's models on GPUs over Vulkan, Metal and Direct3D 12: dense models, by kernels in WGSL that the driver compiles
+//! when a model is loaded. `wgpu` finds the drivers when the program runs: a machine without one runs as before.
 //!
 //! `pack` says how weights lie in memory, `linear` which kernel multiplies with them, `program` what a pass launches,
-//! `session` what it is fed. Keys and values are pairs of f16 in words of 32 bits, so that no adapter needs 16-bit types.
+//! `session` what it is fed. Keys and values are pairs of f16 in words of 32 bits, so that no adapter needs 16-bit
+//! types.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
 

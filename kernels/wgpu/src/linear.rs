@@ -58,16 +58,16 @@ pub(crate) enum Outputs {
     Gated,
 }
 
-/// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and their
-/// scales, and outputs.
+/// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and
+/// their scales, and outputs.
 const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
 
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
 
 impl Linear {
-    /// Repacks `parts`, whose rows stand one behind the other, or in turns if they are gates and what they multiply and of
-    /// one form.
+    /// Repacks `parts`, whose rows stand one behind the other, or in turns if they are gates and what they multiply and
+    /// of one form.
     ///
     /// # Errors
     /// What no kernel reads, and errors of the device.

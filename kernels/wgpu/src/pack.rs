@@ -1,5 +1,5 @@
-//! Weights as kernels read them: units of 32 inputs (`wgsl/unit.wgsl` says how they lie in words), in exactly the values
-//! of their file.
+//! Weights as kernels read them: units of 32 inputs (`wgsl/unit.wgsl` says how they lie in words), in exactly the
+//! values of their file.
 
 use half::f16;
 use nq_formats::{

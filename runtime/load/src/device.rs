@@ -50,7 +50,8 @@ impl Device {
         }
     }
 
-    /// The GPU, by its ordinal, or `None` for the CPU: where `what` runs, which does not on several GPUs, nor over `wgpu`.
+    /// The GPU, by its ordinal, or `None` for the CPU: where `what` runs, which does not on several GPUs, nor over
+    /// `wgpu`.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for several, and for adapters of `wgpu`.
@@ -75,8 +76,8 @@ impl Device {
 }
 
 impl Device {
-    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs, which
-    /// serve dense models only, are asked for by name.
+    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs,
+    /// which serve dense models only, are asked for by name.
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.
@@ -179,7 +180,8 @@ mod tests {
         );
         assert_eq!(
             Device::Wgpu(1).single("tuning").unwrap_err().to_string(),
-            "engine nq over wgpu: tuning: expected one NVIDIA GPU (--device cuda), or the CPU (--device cpu), found wgpu:1"
+            "engine nq over wgpu: tuning: expected one NVIDIA GPU (--device cuda), or the CPU (--device cpu), \
+             found wgpu:1"
         );
         assert_eq!(Device::Cuda(3).single("tuning").unwrap(), Some(3));
         assert_eq!(Device::Cpu.single("tuning").unwrap(), None);

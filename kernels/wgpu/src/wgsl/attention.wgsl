@@ -1,6 +1,6 @@
-// Attention of a tile of rows of one sequence, for one head of keys and values: its queries are those of TILE rows times
-// GROUP heads that share it. Keys are read 64 at a time with an online softmax (arXiv 2205.14135). A workgroup reads the
-// pages of one part; if there are several parts, it leaves its sum and softmax to COMBINE.
+// Attention of a tile of rows of one sequence, for one head of keys and values: its queries are those of TILE rows
+// times GROUP heads that share it. Keys are read 64 at a time with an online softmax (arXiv 2205.14135). A workgroup
+// reads the pages of one part; if there are several parts, it leaves its sum and softmax to COMBINE.
 
 @group(0) @binding(0) var<uniform> step: Step;
 @group(0) @binding(1) var<storage, read> batch: array<u32>;

@@ -1,5 +1,6 @@
 // y = x w^T for up to ROWS rows of x: 32 lanes go through the units of TOGETHER rows of w, and a workgroup of 128 has
-// four times as many rows. UNROLLED units are on their way at once. Every output is summed in the same order whatever ROWS is.
+// four times as many rows. UNROLLED units are on their way at once. Every output is summed in the same order whatever
+// ROWS is.
 
 @group(0) @binding(4) var<uniform> step: Step;
 #if INT8

@@ -1,5 +1,5 @@
-//! GPUs over Vulkan, Metal and Direct3D 12. A build without the feature `wgpu` has the same functions, which report that
-//! there is none.
+//! GPUs over Vulkan, Metal and Direct3D 12. A build without the feature `wgpu` has the same functions, which report
+//! that there is none.
 
 #[cfg(not(feature = "wgpu"))]
 #[path = "absent.rs"]
