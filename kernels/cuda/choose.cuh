@@ -14,6 +14,9 @@ struct Chosen {
     int expert[MOST_CHOSEN];
     float weight[MOST_CHOSEN];
     uint32_t keys[MOST_EXPERTS];   // of all, while they are chosen from
+    // Where those chosen are read, in the place of the keys: of experts that are not one stack.
+    DEVICE unsigned long long* places() { return reinterpret_cast<unsigned long long*>(keys); }
+    DEVICE const unsigned long long* places() const { return reinterpret_cast<const unsigned long long*>(keys); }
 };
 
 // A float as a number of the same order, and back.

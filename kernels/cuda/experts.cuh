@@ -16,6 +16,7 @@
 
 #include "choose.cuh"
 #include "gemv.cuh"
+#include "places.cuh"
 
 struct ExpertsArgs {
     GemvArgs product;      // of the first row, over the records of `per_token` experts
@@ -28,6 +29,7 @@ struct ExpertsArgs {
     int x_stride;          // values from a row to the next
     int out_stride;
     int shared;            // all rows go through the last expert
+    ExpertPlaces places;
 };
 
 // As `Requests`, of the chosen experts' records.
@@ -39,24 +41,29 @@ struct ExpertRequests {
     const uint8_t* meta;
     const Chosen& chosen;
     int part, tiles;
+    bool apart;          // of the experts' records: they are not one stack
+    uint32_t in_codes, in_meta;
 
     DEVICE ExpertRequests(const GemvArgs& p, const Share& s, const Chosen& chosen, const ExpertsArgs& a)
-        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles) {
+        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles), apart(a.places.at != nullptr),
+          in_codes(a.places.codes[EPI != SILU]), in_meta(a.places.meta[EPI != SILU]) {
         find(p);
     }
 
     DEVICE void find(const GemvArgs& p) {
         if (tile >= p.tiles) return;
-        size_t record;
-        if constexpr (EPI == SILU) {
-            const int s = tile / part;
-            record = (size_t(chosen.expert[s]) * part + (tile - s * part)) * p.spans + span;
+        const int s = (EPI == SILU ? tile : span) / part;
+        const uint8_t *from = reinterpret_cast<const uint8_t*>(p.codes), *scales = p.meta;
+        size_t record = 0;   // the first of the expert
+        if (apart) {
+            const uint8_t* const place = reinterpret_cast<const uint8_t*>(chosen.places()[s]);
+            from = place + in_codes, scales = place + in_meta;
         } else {
-            const int s = span / part;
-            record = (size_t(chosen.expert[s]) * tiles + tile) * part + (span - s * part);
+            record = size_t(chosen.expert[s]) * part * (EPI == SILU ? p.spans : tiles);
         }
-        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * S::STAGE);
-        meta = p.meta + record * p.meta_bytes;
+        record += EPI == SILU ? (tile - s * part) * p.spans + span : tile * part + (span - s * part);
+        codes = from + record * (STAGES * S::STAGE);
+        meta = scales + record * p.meta_bytes;
     }
 
     DEVICE bool has_meta() const { return S::SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
@@ -88,6 +95,14 @@ DEVICE void experts(const ExpertsArgs& a, Meeting<WARPS>& meeting, Chosen& chose
     launch_dependents();
     static_assert(WARPS * 32 == MOST_EXPERTS);
     choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized, a.shared);
+    if (a.places.at != nullptr) {
+        if (threadIdx.x < a.per_token) {
+            const int expert = chosen.expert[threadIdx.x];
+            chosen.places()[threadIdx.x] = __ldcg(reinterpret_cast<const unsigned long long*>(a.places.at) + expert);
+            if (EPI == SILU && blockIdx.x == 0) atomicAdd(a.places.counts + expert, 1u);
+        }
+        __syncthreads();
+    }
 
     GemvArgs p = a.product;
     p.x += size_t(blockIdx.y) * a.x_stride;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "delta_state.cuh"
+#include "places.cuh"
 
 constexpr int LAYERS_WARPS = 12;    // that multiply
 
@@ -56,6 +57,7 @@ struct LayerArgs {
     int recurrent;             // the layer has a recurrence in place of attention
     float router_scale;        // of a mixture: of the products with `router`
     const __half* router;      // [experts][hidden]
+    ExpertPlaces places;       // of a mixture
     union {
         LayerAttention attention;
         LayerRecurrence recurrence;

@@ -76,7 +76,7 @@ struct LayersBlock {
     // Offsets in shared memory.
     static constexpr int FACTOR = 16, ROUTED = 24, FULL = 64, EMPTY = FULL + MOST_RING * 8, SHARES = EMPTY + MOST_RING * 8;
     static constexpr int TIMES = SHARES + PRODUCTS * sizeof(BlockShare), ATTENTION = TIMES + (2 * PHASES + 1) * 8;
-    static constexpr int DELTA = ATTENTION + sizeof(AttentionShare), ROUTE = DELTA + sizeof(DeltaShare), COUNTS = 1024;
+    static constexpr int DELTA = ATTENTION + sizeof(AttentionShare), ROUTE = DELTA + sizeof(DeltaShare), COUNTS = 1152;
     static_assert(TIMES % 8 == 0 && ROUTE + sizeof(Route) <= COUNTS);
     static_assert(sizeof(AttentionRoom) <= 2 * WARPS * WARPS * 16 * 4);   // which the sums of products take
 

@@ -14,24 +14,36 @@
 struct Route {
     int expert[MOST_ROUTE];
     float weight[MOST_ROUTE];
+    unsigned long long place[MOST_ROUTE];   // where each is read, if they are not one stack
 };
 
-// Where record `unit` of a block's share of gate and up, or of down, is among those of all experts.
-DEVICE uint32_t expert_record(const LayersArgs& p, const Route& route, bool down, int unit) {
+// A record of the experts that the row goes through: of which of them, and which of its own.
+struct ExpertRecord {
+    int nth;
+    uint32_t within;
+};
+
+// Record `unit` of a block's share of gate and up, or of down.
+DEVICE ExpertRecord expert_record(const LayersArgs& p, bool down, int unit) {
     const ProductShape& shape = p.shape[down ? DOWN : GATED];
     const int tile = quotient(unit, shape.spans), span = unit - tile * shape.spans;
     if (down) {
         const int nth = quotient(span, p.down_spans);
-        return (uint32_t(route.expert[nth]) * shape.tiles + tile) * p.down_spans + (span - nth * p.down_spans);
+        return {nth, uint32_t(tile) * p.down_spans + (span - nth * p.down_spans)};
     }
     const int nth = quotient(tile, p.up_tiles);
-    return (uint32_t(route.expert[nth]) * p.up_tiles + (tile - nth * p.up_tiles)) * shape.spans + span;
+    return {nth, uint32_t(tile - nth * p.up_tiles) * shape.spans + span};
+}
+
+// Records that an expert has of gate and up, or of down.
+DEVICE uint32_t records_of_expert(const LayersArgs& p, bool down) {
+    return down ? p.shape[DOWN].tiles * p.down_spans : p.up_tiles * p.shape[GATED].spans;
 }
 
 // Chooses by all scores, which come with `stamp`, by one warp: as `choose.cuh` does. There are at most 32 KEYS experts
-// to choose from.
+// to choose from. Block 0 counts what is chosen.
 template <int KEYS>
-DEVICE void choose_route(const LayersArgs& p, Route& route, uint32_t stamp, int lane) {
+DEVICE void choose_route(const LayersArgs& p, const ExpertPlaces& places, Route& route, uint32_t stamp, int lane) {
     const int routed = p.experts - p.shared_expert, wanted = p.chosen - p.shared_expert;
     uint32_t keys[KEYS];   // of experts 32j + lane; 0: there is none
     uint2 words[KEYS], shared;
@@ -89,5 +101,10 @@ DEVICE void choose_route(const LayersArgs& p, Route& route, uint32_t stamp, int 
     own = __fdividef(own, sum);
     if (lane == wanted) own = sigmoid(__uint_as_float(shared.x));   // the shared one is behind the others
     if (lane < p.chosen) route.expert[lane] = expert, route.weight[lane] = finite ? own : __uint_as_float(0x7fc00000u);
+    if (places.at != nullptr && lane < p.chosen) {
+        const int known = min(expert, p.experts - 1);
+        route.place[lane] = __ldcg(reinterpret_cast<const unsigned long long*>(places.at) + known);
+        if (blockIdx.x == 0) atomicAdd(places.counts + known, 1u);
+    }
     __syncwarp();
 }

@@ -147,8 +147,8 @@ DEVICE void LayersBlock<S, HYBRID, EXPERTS, TIMED>::choose(int l) {
         if (lane < count) store_stamped(p.scores + first + lane, sum * p.layer[l].router_scale * rsqrtf(square / p.hidden + p.eps), stamp);
     }
     if (warp == WARPS - 1) {   // which has the fewest records
-        if (p.experts <= 8 * 32 + 1) choose_route<8>(p, route(), stamp, lane);
-        else choose_route<MOST_EXPERTS / 32>(p, route(), stamp, lane);
+        if (p.experts <= 8 * 32 + 1) choose_route<8>(p, p.layer[l].places, route(), stamp, lane);
+        else choose_route<MOST_EXPERTS / 32>(p, p.layer[l].places, route(), stamp, lane);
         if (lane == 0) arrive_times(shared_address(shared) + ROUTED, 1);
     }
 }

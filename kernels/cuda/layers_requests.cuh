@@ -53,32 +53,46 @@ DEVICE void LayersBlock<S, HYBRID, EXPERTS, TIMED>::request(const LayersArgs& p,
 template <class S, bool HYBRID, bool EXPERTS, bool TIMED>
 DEVICE void LayersBlock<S, HYBRID, EXPERTS, TIMED>::request_experts(const LayersArgs& p, uint8_t* shared, Requests& requests, const BlockShare& mine, int i, int lane) {
     const LayerArgs& layer = p.layer[i / 4];
+    const ExpertPlaces& places = layer.places;
     const Route& route = *reinterpret_cast<const Route*>(shared + ROUTE);
     const RecordKind kind = kind_of(p, i / 4, i % 4);
+    const bool apart = places.at != nullptr, down = i % 4 == DOWN;
+    const uint32_t each = records_of_expert(p, down);
 #pragma unroll 1
     for (int done = 0; done < mine.units; done += TEAM) {
         const int records = min(mine.units - done, TEAM);
-        const uint32_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));   // a lane's
         const uint32_t bytes = records * (kind.codes_bytes + kind.meta_bytes);
-        auto copy = [&](const Copies& copies, uint32_t to, int nth, uint32_t first, int count) {
-            copies.copy<true>(to + nth * kind.codes_bytes, layer.codes[i % 4] + size_t(first) * kind.codes_bytes, count * kind.codes_bytes);
-            copies.copy<true>(to + TEAM * kind.codes_bytes + nth * kind.meta_bytes, layer.meta[i % 4] + size_t(first) * kind.meta_bytes, count * kind.meta_bytes);
+        // A lane's record, and where it is.
+        const ExpertRecord own = expert_record(p, down, mine.begin + done + min(lane, records - 1));
+        const uint32_t record = route.expert[own.nth] * each + own.within;
+        const uint8_t *codes = layer.codes[i % 4] + size_t(record) * kind.codes_bytes, *meta = layer.meta[i % 4] + size_t(record) * kind.meta_bytes;
+        if (apart) {
+            const uint8_t* const place = reinterpret_cast<const uint8_t*>(route.place[own.nth]);
+            codes = place + places.codes[down] + own.within * kind.codes_bytes, meta = place + places.meta[down] + own.within * kind.meta_bytes;
+        }
+        auto copy = [&](const Copies& copies, uint32_t to, int nth, const uint8_t* codes, const uint8_t* meta, int count) {
+            copies.copy<true>(to + nth * kind.codes_bytes, codes, count * kind.codes_bytes);
+            copies.copy<true>(to + TEAM * kind.codes_bytes + nth * kind.meta_bytes, meta, count * kind.meta_bytes);
         };
         if constexpr (CLUSTERED) {
             // The first of neighbours requests them all.
             const uint32_t before = __shfl_up_sync(~0u, record, 1);
-            const bool starts = lane == 0 || record != before + 1;
+            const bool starts = lane == 0 || record != before + 1 || (apart && own.within == 0);
             const uint32_t behind = __ballot_sync(~0u, starts || lane >= records) >> lane >> 1;
             requests.wait();
             const uint32_t to = requests.at(), barrier = requests.barrier();
             if (lane == 0) Copies::expect(barrier, bytes);
             __syncwarp();
-            if (starts && lane < records) copy({barrier}, to, lane, record, __ffs(behind));
+            if (starts && lane < records) copy({barrier}, to, lane, codes, meta, __ffs(behind));
             __syncwarp();
             requests.next();
         } else {
+            const auto address = [](const uint8_t* at) { return reinterpret_cast<unsigned long long>(at); };
             requests.fill(bytes, [&](uint32_t to, const Copies& copies) {
-                for (int r = 0; r < records; r++) copy(copies, to, r, __shfl_sync(~0u, record, r), 1);
+                for (int r = 0; r < records; r++) {
+                    const auto from = __shfl_sync(~0u, address(codes), r), scales = __shfl_sync(~0u, address(meta), r);
+                    copy(copies, to, r, reinterpret_cast<const uint8_t*>(from), reinterpret_cast<const uint8_t*>(scales), 1);
+                }
             });
         }
     }

@@ -140,11 +140,11 @@ impl Stream {
         let ProductPlan::Row(plan) = ProductPlan::checked(o, shape, asked)? else {
             unreachable!("experts of a row are planned as one row");
         };
-        let (codes, meta, scale) = w.operands(o)?;
+        let from = w.expert_operands(o)?;
         let args = ExpertsArgs {
             product: GemvArgs {
-                codes,
-                meta,
+                codes: from.codes,
+                meta: from.meta,
                 x: launch.x,
                 gain: launch.gain,
                 out: launch.out,
@@ -159,7 +159,7 @@ impl Stream {
                 inverse: 256usize.div_ceil(plan.cut.split) as i32,
                 depth: plan.depth as i32,
                 eps: launch.eps,
-                scale,
+                scale: from.scale,
                 holds_dependents: 0,
                 epilogue: launch.epilogue as i32,
                 scheme: w.kind().block_scheme().unwrap_or_default() as i32,
@@ -173,6 +173,7 @@ impl Stream {
             x_stride: launch.strides.0 as i32,
             out_stride: launch.strides.1 as i32,
             shared: i32::from(experts.shared > 0),
+            places: from.places,
         };
         let shape = LaunchShape::new([plan.cut.blocks, m, 1], GEMV_WARPS * 32)
             .shared(plan.shared)

@@ -1,7 +1,8 @@
 //! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
 //! are read once for all of its rows (a grouped product).
 
-use super::driver::{Buffer, Gpu, Stream};
+use super::bank::{ExpertStage, LayerBank};
+use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
 use super::kernel::kernels;
@@ -10,7 +11,8 @@ use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
-use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs};
+use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs, StageArgs};
+use crate::cuda::places::ExpertPlaces;
 use nq_kernels::Result;
 use nq_model::Experts;
 
@@ -21,6 +23,8 @@ kernels! {
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     GATHER_ROWS: GatherArgs = "gather_rows" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+    STAGE_EXPERTS: StageArgs = "stage_experts" in "grouped.cu",
+        test "kernels/cuda/tests/cuda/bank.rs::experts_in_a_bank", bench "grouped";
     COMBINE_EXPERTS: CombineArgs = "combine_experts" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
 }
@@ -37,7 +41,12 @@ pub struct GroupedRows {
     gated: Buffer<u16>,       // [routes, width padded], in operand order
     y: Buffer<f32>,           // [routes, hidden]
     grouped: Grouped,
+    /// Where experts in banks become stacks.
+    stage: Option<ExpertStage>,
 }
+
+/// Parts that [`Stream::group_rows`] cuts an expert of a bank into, to be copied at once.
+const STAGE_PARTS: usize = 16;
 
 /// The rows that were sorted last.
 #[derive(Clone, Copy)]
@@ -86,7 +95,22 @@ impl GroupedRows {
             gated: gpu.zeros("activations", routes * padded(experts.width))?,
             y: gpu.zeros("activations", routes * hidden)?,
             grouped: Grouped::new(gpu, &experts, 0),
+            stage: None,
         })
+    }
+
+    /// Gives it stacks for experts in banks, without which it takes none.
+    pub fn set_stage(&mut self, stage: &ExpertStage) {
+        self.stage = Some(stage.share());
+    }
+
+    /// The weights that products of the sorted rows read: those of a bank were staged.
+    fn stack(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<Option<DeviceLinear>> {
+        match (w.bank(), &self.stage) {
+            (None, _) => Ok(None),
+            (Some(half), Some(stage)) => Ok(Some(stage.linear(half))),
+            (Some(_), None) => o.refuse("experts in a bank", "a stage for them", "none"),
+        }
     }
 }
 
@@ -133,7 +157,8 @@ impl Stream {
     }
 
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
-    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]).
+    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]). If the experts are in a `bank`, those that
+    /// have rows become a stack, too.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -144,12 +169,26 @@ impl Stream {
         rows: &mut GroupedRows,
         e: &Experts,
         m: usize,
+        bank: Option<&LayerBank>,
     ) -> Result<()> {
         let o = self.operands("group_rows");
         let (k, padded) = (chosen(e), rows.hidden.next_multiple_of(SPAN));
         check(&o, e, stacked(e), 1, m)?;
         let grouped = Grouped::new(self.gpu(), e, m);
         o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
+        let places = match bank {
+            Some(bank) => {
+                o.at_least("experts in a bank", stacked(e), bank.experts())?;
+                bank.args(&o)?
+            }
+            None => ExpertPlaces::default(),
+        };
+        let stage = match (bank, &rows.stage) {
+            (None, _) => None,
+            (Some(bank), Some(stage)) => Some((bank, stage)),
+            (Some(_), None) => return o.refuse("experts in a bank", "a stage for them", "none"),
+        };
+        let rows_of = stage.map(|(_, stage)| &stage.rows);
         let args = RoutesArgs {
             scores: o.of("scores", scores, &[m, stacked(e)])?,
             chosen: o.of("chosen experts", &rows.chosen, &[m, k])?,
@@ -163,7 +202,9 @@ impl Stream {
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
             shared: i32::from(e.shared > 0),
-            padding: [0; 1],
+            padding: [0; 4],
+            counts: places.counts,
+            rows: o.optional("rows of experts", rows_of, &[stacked(e)])?,
         };
         let gather = GatherArgs {
             x: o.of("x", x, &[m, padded])?,
@@ -178,6 +219,19 @@ impl Stream {
             self.launch(&CHOOSE_EXPERTS, shape([m, 1], super::MOST_EXPERTS), &args)?;
             self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS), &args)?;
             self.launch(&GATHER_ROWS, shape([m, 1], 256), &gather)?;
+        }
+        if let Some((bank, stage)) = stage {
+            let parts = stage.parts(&o, bank)?;
+            let args = StageArgs {
+                places: places.at,
+                rows: args.rows,
+                stacks: parts.map(|p| p.to),
+                begin: parts.map(|p| p.begin),
+                words: parts.map(|p| p.words),
+            };
+            let shape = LaunchShape::new([STAGE_PARTS, stacked(e), 1], 256);
+            // SAFETY: the operands were checked; the table leads to whole experts of the bank, which `args` keeps.
+            unsafe { self.launch(&STAGE_EXPERTS, shape, &args)? };
         }
         rows.grouped = grouped;
         Ok(())
@@ -194,6 +248,8 @@ impl Stream {
         let o = self.operands("grouped_up");
         o.multiple("width of an expert", SPAN, e.width)?;
         check(&o, &e, w.rows(), 2 * e.width, grouped.m)?;
+        let staged = rows.stack(&o, w)?;
+        let w = staged.as_ref().unwrap_or(w);
         let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
         let blocks = (grouped.blocks, grouped.block_rows);
         // SAFETY: `group_rows` wrote the blocks.
@@ -224,6 +280,8 @@ impl Stream {
         let o = self.operands("grouped_down");
         o.multiple("outputs of an expert", TILE, hidden)?;
         check(&o, &e, w.rows(), hidden, grouped.m)?;
+        let staged = rows.stack(&o, w)?;
+        let w = staged.as_ref().unwrap_or(w);
         let combine = CombineArgs {
             y: o.of("y", &rows.y, &[grouped.m, k, hidden])?,
             weights: o.of("weights of experts", &rows.weights, &[grouped.m, k])?,

@@ -10,6 +10,7 @@
 mod advance;
 mod attention;
 mod bandwidth;
+pub mod bank;
 mod batch;
 mod collectives;
 /// What the CUDA sources declare, a module for each of them, which `build.rs` writes. Some of it only kernels use.

@@ -1,10 +1,12 @@
 //! Packed weights on the device, and products with them.
 
+use super::bank::{BankHalf, LayerBank};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
 use crate::cuda::reference::LinearReferenceArgs;
+use crate::cuda::places::ExpertPlaces;
 use crate::cuda::weights::PackedWeight;
 use nq_formats::Weight;
 use nq_kernels::{Error, Result};
@@ -28,6 +30,18 @@ impl PackedShape {
             spans: inputs.div_ceil(SPAN),
         }
     }
+
+    /// Bytes of codes; a size that no memory has is refused later, not wrapped to a small one.
+    pub(super) fn codes_bytes(self) -> usize {
+        let records = self.tiles.saturating_mul(self.spans);
+        records.saturating_mul(self.kind.code_bytes())
+    }
+
+    /// Bytes of scales and zero-points.
+    pub(super) fn meta_bytes(self) -> usize {
+        let records = self.tiles.saturating_mul(self.spans);
+        records.saturating_mul(self.kind.meta_bytes())
+    }
 }
 
 /// One or several weights with the same inputs, packed on a device.
@@ -40,6 +54,18 @@ pub struct DeviceLinear {
     scale: f32,
     /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows and, behind them, of its inputs.
     pub(super) trellis: Option<TrellisParts>,
+    /// Of experts in a bank, which kernels find by its table: `codes` and `meta` are then its rooms.
+    bank: Option<BankHalf>,
+}
+
+/// Where kernels for experts find them.
+pub(super) struct ExpertOperands {
+    /// Null if they are not one stack.
+    pub(super) codes: Address,
+    /// Likewise.
+    pub(super) meta: Address,
+    pub(super) scale: f32,
+    pub(super) places: ExpertPlaces,
 }
 
 /// Sizes of a weight that the arguments of products have in a row.
@@ -132,6 +158,11 @@ impl Uploader {
         Ok(linear)
     }
 
+    /// Its stream, in whose order weights come to the device.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Waits until all weights are on the device.
     pub fn finish(self) -> Result<()> {
         self.stream.synchronize()
@@ -151,20 +182,13 @@ impl DeviceLinear {
             _ => None,
         };
         let shape = PackedShape::new(kind, rows, inputs);
-        let room = |record: usize| {
-            // A size that no memory has is refused, not wrapped to a small one.
-            let bytes = shape
-                .tiles
-                .saturating_mul(shape.spans)
-                .saturating_mul(record);
-            gpu.zeros("weights", bytes)
-        };
+        let room = |bytes: usize| gpu.zeros("weights", bytes);
         let (codes, meta) = match kind {
             PackedKind::Trellis(scheme) => {
                 let (codes, meta) = TrellisParts::bytes(scheme, heights, inputs);
                 (gpu.zeros("weights", codes)?, gpu.zeros("weights", meta)?)
             }
-            _ => (room(kind.code_bytes())?, room(kind.meta_bytes())?),
+            _ => (room(shape.codes_bytes())?, room(shape.meta_bytes())?),
         };
         Ok(DeviceLinear {
             shape,
@@ -174,7 +198,44 @@ impl DeviceLinear {
             inputs,
             scale: 1.0,
             trellis,
+            bank: None,
         })
+    }
+
+    /// One half of the experts of a bank, of which kernels for experts alone take products.
+    pub(super) fn of_bank(half: BankHalf) -> Self {
+        let (shape, experts) = half.shape();
+        let tiles = experts * shape.tiles;
+        DeviceLinear {
+            shape: PackedShape { tiles, ..shape },
+            codes: half.memory(),
+            meta: half.memory(),
+            rows: tiles * TILE,
+            inputs: half.inputs,
+            scale: half.scale,
+            trellis: None,
+            bank: Some(half),
+        }
+    }
+
+    /// The stack of a bank's experts that was made in `codes` and `meta`.
+    pub(super) fn of_stage(half: &BankHalf, codes: &Buffer<u8>, meta: &Buffer<u8>) -> Self {
+        DeviceLinear {
+            codes: codes.share(),
+            meta: meta.share(),
+            bank: None,
+            ..Self::of_bank(half.clone())
+        }
+    }
+
+    /// The bank that its experts are in, if they are not one stack.
+    pub(super) fn bank(&self) -> Option<&BankHalf> {
+        self.bank.as_ref()
+    }
+
+    /// The layer's bank, likewise.
+    pub fn layer_bank(&self) -> Option<&LayerBank> {
+        self.bank.as_ref().map(|half| &*half.layer)
     }
 
     /// FP16 values `[rows, inputs]` in packed order, whose memory is that of `codes`; `meta` is empty.
@@ -191,6 +252,7 @@ impl DeviceLinear {
             inputs,
             scale: 1.0,
             trellis: None,
+            bank: None,
         }
     }
 
@@ -237,15 +299,40 @@ impl DeviceLinear {
         }
     }
 
-    /// Bytes of device memory that one pass reads.
+    /// Bytes that one pass over all of it reads.
     pub fn bytes(&self) -> usize {
-        self.codes.bytes() + self.meta.bytes()
+        match self.bank {
+            Some(_) => self.shape.codes_bytes() + self.shape.meta_bytes(),
+            None => self.codes.bytes() + self.meta.bytes(),
+        }
+    }
+
+    /// A stack of experts, checked as an operand of `o`: kernels for experts also read those of a bank.
+    pub(super) fn expert_operands(&self, o: &Operands<'_>) -> Result<ExpertOperands> {
+        if let Some(half) = &self.bank {
+            return Ok(ExpertOperands {
+                codes: Address::NULL,
+                meta: Address::NULL,
+                scale: self.scale,
+                places: half.layer.args(o)?,
+            });
+        }
+        let (codes, meta, scale) = self.operands(o)?;
+        Ok(ExpertOperands {
+            codes,
+            meta,
+            scale,
+            places: ExpertPlaces::default(),
+        })
     }
 
     /// Codes, metadata and the scale of all, checked as operands of `o`.
     pub(super) fn operands(&self, o: &Operands<'_>) -> Result<(Address, Address, f32)> {
         if self.is_trellis() {
             return o.refuse("a weight", "integer codes or FP16", self.kind().name());
+        }
+        if self.bank.is_some() {
+            return o.refuse("a weight", "one stack", "experts in a bank");
         }
         let codes = o.of("weights", &self.codes, &[self.codes.len()])?;
         let meta = o.of("weights", &self.meta, &[self.meta.len()])?;

@@ -223,6 +223,11 @@ impl StepLayer<'_> {
             StepMixer::Recurrence { states, .. } => (inputs, Some(*states.delta()) == sizes.delta),
         };
         let same = same && self.router.is_some() == sizes.experts.is_some();
+        // Only experts are found by a table, and both halves by the same one.
+        let bank = |w: &DeviceLinear| w.bank().map(|half| Arc::as_ptr(&half.layer));
+        let [qkv_bank, o_bank, up_bank, down_bank] = self.weights().map(bank);
+        let of_experts = up_bank.is_none() || self.router.is_some();
+        let same = same && qkv_bank.or(o_bank).is_none() && up_bank == down_bank && of_experts;
         let shapes = [first, o, gate_up, down];
         let mut all = self.weights().into_iter().zip(shapes);
         same && all.all(|(w, (rows, inputs))| {

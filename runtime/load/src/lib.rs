@@ -125,6 +125,9 @@ fn check_parallel(options: &LoadOptions, several: Ordinals) -> Result<()> {
     if options.cpu_experts.is_some_and(|layers| layers > 0) {
         Device::Gpus(several).single("experts on the CPU (--cpu-experts)")?;
     }
+    if options.gpu_memory.is_some() {
+        Device::Gpus(several).single("a limit of the GPU's memory (--gpu-memory)")?;
+    }
     if options.kernels == KernelSet::Reference {
         Device::Gpus(several).single("reference kernels")?;
     }
@@ -171,6 +174,11 @@ mod tests {
             ..LoadOptions::default()
         });
         assert!(experts.to_string().contains("--cpu-experts"), "{experts}");
+        let limited = refused(LoadOptions {
+            gpu_memory: Some(1 << 30),
+            ..LoadOptions::default()
+        });
+        assert!(limited.to_string().contains("--gpu-memory"), "{limited}");
         let none = LoadOptions {
             cpu_experts: Some(0),
             ..LoadOptions::default()

@@ -135,7 +135,9 @@ pub struct Placed {
     pub memory: DeviceMemory,
     /// The first layers whose experts are on the CPU.
     pub on_host: usize,
-    /// Bytes of these experts.
+    /// Of a mixture whose experts are all in the computer's memory, how many of each layer have room on the GPU, too.
+    pub rooms: Option<usize>,
+    /// Bytes of experts in the computer's memory.
     pub host_bytes: usize,
     /// Bytes of weights on GPUs that one token reads.
     pub read: usize,

@@ -196,6 +196,9 @@ pub struct LoadOptions {
     /// Of a mixture of experts on a GPU: number of layers, from the first on, whose experts stay in the
     /// computer's memory and run on the CPU; `None`: as few as the GPU's memory requires.
     pub cpu_experts: Option<usize>,
+    /// Most bytes of GPU memory that the process takes for models and sessions; `None`: what is free. Kernels and the driver's
+    /// context are not counted.
+    pub gpu_memory: Option<usize>,
     /// How several GPUs divide it; `None`: by tensors if the model and the GPUs allow it, else by layers.
     pub split: Option<Split>,
     /// A session that will be opened later: a GPU must have room for it too, which is checked before

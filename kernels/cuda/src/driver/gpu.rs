@@ -32,6 +32,8 @@ pub(super) struct Inner {
     info: GpuInfo,
     /// Counts the memory allocated on the device.
     account: Account,
+    /// Most bytes to hold.
+    limit: AtomicUsize,
     pub(super) device: sys::CUdevice,
     /// Null on a dry device.
     pub(super) context: sys::CUcontext,
@@ -136,10 +138,20 @@ impl Gpu {
         self.0.context == other.0.context
     }
 
-    /// Bytes of device memory that are currently free.
+    /// Bytes of device memory that are currently free, and within the limit that was set.
     pub fn free_memory(&self) -> Result<usize> {
         self.0.bind()?;
-        Ok(check("asking for free memory", result::mem_get_info())?.0)
+        let free = check("asking for free memory", result::mem_get_info())?.0;
+        let limit = self.0.limit.load(Ordering::Relaxed);
+        Ok(free.min(limit.saturating_sub(self.account().held())))
+    }
+
+    /// Sets how many bytes of device memory this process shall hold at most, if not all. It is what
+    /// [`Gpu::free_memory`] tells; nothing is refused here.
+    pub fn limit_memory(&self, bytes: Option<usize>) {
+        self.0
+            .limit
+            .store(bytes.unwrap_or(usize::MAX), Ordering::Relaxed);
     }
 
     /// Waits for all work of the device.
@@ -320,6 +332,7 @@ impl Inner {
         Inner {
             info,
             account,
+            limit: AtomicUsize::new(usize::MAX),
             device,
             context,
             copies: ptr::null_mut(),

@@ -336,6 +336,11 @@ impl Address {
         Address(self.0 + bytes as u64)
     }
 
+    /// The address as a value of a table that kernels follow.
+    pub(crate) fn number(self) -> u64 {
+        self.0
+    }
+
     /// True for a multiple of `bytes`.
     pub(crate) fn is_aligned(self, bytes: u64) -> bool {
         self.0.is_multiple_of(bytes)

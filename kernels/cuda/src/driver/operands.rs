@@ -1,6 +1,7 @@
 //! The operands of an operation, checked as their addresses are taken.
 
 use super::gpu::Gpu;
+use super::locked::Locked;
 use super::memory::{Address, Buffer, Mapped, Region};
 use super::peers::Common;
 use super::stream::Stream;
@@ -68,6 +69,17 @@ impl Operands<'_> {
         dims: &[usize],
     ) -> Result<Address> {
         self.region(what, &memory.region(), 0, dims)
+    }
+
+    /// The address of byte `at` of `memory`, which must hold values of shape `dims` from there on.
+    pub(crate) fn locked(
+        &self,
+        what: &'static str,
+        memory: &Locked,
+        at: usize,
+        dims: &[usize],
+    ) -> Result<Address> {
+        self.region(what, &memory.region(), at, dims)
     }
 
     /// The address of `buffer`, if given, which must hold values of shape `dims`; null otherwise.

@@ -437,6 +437,17 @@ impl Stream {
         }
     }
 
+    /// Lets the stream's further work begin after `mark`, which may be of another stream of this device.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn wait_for(&self, mark: &Mark) -> Result<()> {
+        self.0.gpu.0.bind()?;
+        // SAFETY: the stream and the event are valid, and the event was recorded.
+        let waits = unsafe { sys::cuStreamWaitEvent(self.0.handle, mark.handle, 0) };
+        check("waiting for another stream", waits.result())
+    }
+
     /// A point in the stream's work.
     pub fn mark(&self) -> Result<Mark> {
         self.0.gpu.0.bind()?;
@@ -560,6 +571,19 @@ impl Mark {
         check("running kernels", unsafe {
             result::event::synchronize(self.handle)
         })
+    }
+
+    /// True if the work before it is done.
+    ///
+    /// # Errors
+    /// The first error of that work.
+    pub(crate) fn has_passed(&self) -> Result<bool> {
+        self.gpu.0.bind()?;
+        // SAFETY: the event was recorded.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            done => check("running kernels", done.result()).map(|()| true),
+        }
     }
 
     /// Seconds from `self` to `later`; both must have passed.

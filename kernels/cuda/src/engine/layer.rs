@@ -1,6 +1,7 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
 use super::host_experts::{HostExperts, is_of_experts};
+use super::residency::ModelBank;
 use crate::{Buffer, DeviceLinear, HalfRows, MOST_EXPERTS};
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::Layer;
@@ -22,6 +23,8 @@ pub(super) struct CudaLayers {
     pub(super) routers: Vec<Option<HalfRows>>,
     /// Experts of the first layers that run on the CPU.
     pub(super) host: HostExperts,
+    /// Experts of all layers, if not all of them have room on the GPU and none run on the CPU.
+    pub(super) bank: Option<ModelBank>,
 }
 
 impl CudaLayers {
@@ -39,6 +42,7 @@ impl CudaLayers {
             rates: Vec::new(),
             routers: Vec::new(),
             host: HostExperts::default(),
+            bank: None,
         }
     }
 

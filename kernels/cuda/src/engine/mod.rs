@@ -2,6 +2,7 @@
 
 mod adapters;
 mod division;
+mod experts_at;
 mod host_experts;
 mod layer;
 mod model;
@@ -11,6 +12,7 @@ mod part;
 mod pass;
 mod plan;
 mod request;
+mod residency;
 mod session;
 mod streams;
 mod tower;

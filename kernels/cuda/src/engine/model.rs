@@ -1,13 +1,18 @@
 //! A model's weights on a GPU.
 
 use super::adapters::AdapterWidths;
+use super::experts_at::ExpertsAt;
 use super::host_experts::HostExperts;
 use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
 use super::pass::Context;
+use super::plan::PlacedExperts;
 use super::request::Request;
+use super::residency::ModelBank;
 use super::session::step_rows::most_together;
-use super::weights::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
+use super::weights::{
+    self, BankShape, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds, weight_bytes,
+};
 use crate::pack::{SPAN, TILE};
 use crate::{
     Buffer, CONV, DELTA_DIM, DeviceLinear, DevicePages, DeviceStates, Gpu, HEAD_DIM, HalfRows,
@@ -95,16 +100,25 @@ impl Slower {
 }
 
 /// Packs the weights of layer `index`, as far as they are `held` on the device; those in trellis codes as FP16 if `plain`.
+/// Experts that are in a bank are `banked` already.
 pub(super) fn pack_layer(
     uploader: &mut Uploader,
     index: usize,
     weights: &LayerWeights,
     held: &HeldLayer,
+    banked: Option<[DeviceLinear; 2]>,
     plain: bool,
     slower: &mut Slower,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
+    let mut banked = banked.map(|halves| halves.map(Some));
     let linear = |product: &'static Product| {
+        let half = half_of_experts(weights.spec, product);
+        if let (Some(halves), Some(half)) = (&mut banked, half)
+            && let Some(half) = halves[half as usize].take()
+        {
+            return Ok(half);
+        }
         let parts = held.parts(product).into_iter();
         let parts = parts.map(|part| part.weight(weights));
         let parts = parts.collect::<Result<Vec<Cow<'_, Weight>>>>()?;
@@ -157,6 +171,7 @@ impl CudaModel {
     ) -> Result<(Self, usize)> {
         let kernels = options.kernels;
         check_shape(config, kernels)?;
+        gpu.limit_memory(options.gpu_memory);
         let cpu_experts = match part {
             // What experts on the CPU make is added to the residual stream itself, not to a rank's share.
             Some(_) => Some(0),
@@ -211,17 +226,36 @@ impl CudaModel {
             trellis,
             part,
             adapters: AdapterWidths::default(),
+            stage: None,
             weights: 0,
             session: options.session.as_ref(),
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
-        let (on_host, weights) = request.split(cpu_experts, free, |on_host| {
-            Ok(weight_bytes(config, &kinds, stored, on_host, part)?.held)
-        })?;
+        let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
+        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks.
+        let stage = match part.is_none() && tells_all {
+            true => stage_sizes(config, &kinds)?,
+            false => None,
+        };
+        let mut split = request.split(cpu_experts, free, stage, bytes)?;
+        let mut bank = None;
+        if let ExpertsAt::Bank { rooms } = split.at {
+            match ModelBank::new(&gpu, config, &kinds, rooms, stage.unwrap_or_default()) {
+                Ok(locked) => bank = Some(locked),
+                Err(e) => {
+                    progress.note(&format!(
+                        "experts cannot be in page-locked memory, so whole layers' experts run on the CPU, which is \
+                         slower: {e}"
+                    ));
+                    split = request.split(cpu_experts, free, None, bytes)?;
+                }
+            }
+        }
+        let PlacedExperts { at, weights, .. } = split;
+        let on_host = at.cpu_layers();
         if on_host > 0 {
             // The CPU packs weights in about as many bytes as the GPU.
-            let all = weight_bytes(config, &kinds, stored, 0, part)?.held;
-            HostExperts::check_memory(all - weights)?;
+            HostExperts::check_memory(bytes(ExpertsAt::Gpu)? - weights)?;
         }
         let mut uploader = Uploader::new(&gpu)?;
 
@@ -260,7 +294,19 @@ impl CudaModel {
                 (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
             }
             let held = held_layer(config, &weights, experts_on_host);
-            let layer = pack_layer(&mut uploader, index, &weights, &held, plain, &mut slower)?;
+            let banked = match &mut bank {
+                Some(bank) => bank.pack(&mut uploader, &weights, &held, (index, plain))?,
+                None => None,
+            };
+            let layer = pack_layer(
+                &mut uploader,
+                index,
+                &weights,
+                &held,
+                banked,
+                plain,
+                &mut slower,
+            )?;
             let router = held.router().map(|router| {
                 let parts: Vec<&Weight> =
                     router.linears().map(|l| weights.linear(l.kind)).collect();
@@ -273,6 +319,10 @@ impl CudaModel {
         let norm = models::final_norm(store, config)?;
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
+        if let Some(bank) = &bank {
+            progress.note(&bank.to_string());
+        }
+        layers.bank = bank;
         done.end();
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
@@ -317,6 +367,7 @@ impl CudaModel {
             trellis: self.trellis,
             part: self.part,
             adapters,
+            stage: self.layers.bank.as_ref().map(ModelBank::stage),
             weights: 0,
             session: Some(session),
         }

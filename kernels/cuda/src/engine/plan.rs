@@ -2,12 +2,14 @@
 //! device that only counts. [`super::weights`] counts weights.
 
 use super::division::shards;
+use super::experts_at::ExpertsAt;
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use super::weights::{self, WeightBytes, layer_bytes, weight_bytes};
+use super::weights::{self, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
 use super::{AdapterWidths, served};
-use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank};
+use crate::bank::StageSizes;
+use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank, stacked};
 use nq_formats::human_bytes;
 use nq_kernels::pages::KvType;
 use nq_kernels::{Account, KernelSet};
@@ -44,6 +46,7 @@ fn request<T>(
         trellis: weights::has_trellis(c, kinds),
         part,
         adapters: AdapterWidths::default(),
+        stage: None,
         weights: 0,
         session: Some(spec),
     })
@@ -56,7 +59,7 @@ fn request<T>(
 /// A weight that no kernel serves; a type of keys and values that the device does not support.
 pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
     let c = &served(c).config(c)?;
-    let weights = weight_bytes(c, kinds, None, 0, None)?.held;
+    let weights = weight_bytes(c, kinds, None, ExpertsAt::Gpu, None)?.held;
     request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
 }
 
@@ -72,27 +75,48 @@ pub fn placed(
     free: &[usize],
 ) -> Result<Placed> {
     let whole = &served(c).config(c)?;
-    let all = weight_bytes(whole, kinds, None, 0, None)?;
+    let all = weight_bytes(whole, kinds, None, ExpertsAt::Gpu, None)?;
     if let [free] = *free {
         let gpu = Gpu::dry(GpuInfo::default(), Account::gpu());
         let experts = |layer| -> Result<usize> {
-            let bytes = |on_host| layer_bytes(&gpu, whole, kinds, layer, on_host);
-            Ok(bytes(false)?.held - bytes(true)?.held)
+            let bytes = |at| layer_bytes(&gpu, whole, kinds, layer, at, None);
+            Ok(bytes(ExpertsAt::Gpu)?.held - bytes(ExpertsAt::Cpu(layer + 1))?.held)
         };
         // The bytes that go with the experts of the first layers.
         let mut moved = vec![0];
         for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
             moved.push(moved[layer] + experts(layer)?);
         }
+        let bank = stage_sizes(whole, kinds)?;
         return request(whole, kinds, None, spec, |r| {
-            let weights = |on_host: usize| Ok(all.held - moved[on_host]);
-            let (on_host, weights) = r.split(None, free, weights)?;
-            let here = weight_bytes(whole, kinds, None, on_host, None)?;
-            let memory = Request { weights, ..r }.plan()?;
+            let weights = |at| match at {
+                ExpertsAt::Gpu => Ok(all.held),
+                ExpertsAt::Cpu(layers) => Ok(all.held - moved[layers]),
+                ExpertsAt::Bank { .. } => Ok(weight_bytes(whole, kinds, None, at, None)?.held),
+            };
+            let split = r.split(None, free, bank, weights)?;
+            let here = weight_bytes(whole, kinds, None, split.at, None)?;
+            let memory = Request {
+                weights: split.weights,
+                stage: split.stage,
+                ..r
+            };
+            let rooms = match split.at {
+                ExpertsAt::Bank { rooms } => Some(rooms),
+                ExpertsAt::Gpu | ExpertsAt::Cpu(_) => None,
+            };
+            let host_bytes = match rooms {
+                Some(_) => moved[c.num_hidden_layers],
+                None => all.held - split.weights,
+            };
             Ok(Placed {
-                memory: DeviceMemory { free, ..memory },
-                on_host,
-                host_bytes: all.held - weights,
+                memory: DeviceMemory {
+                    free,
+                    ..memory.plan()?
+                },
+                on_host: split.at.cpu_layers(),
+                rooms,
+                host_bytes,
                 read: here.read,
                 host_read: all.read - here.read,
             })
@@ -115,7 +139,7 @@ pub fn placed(
             split: Split::Layers,
         });
         let shape = &shard.config(c)?;
-        let WeightBytes { held: weights, .. } = weight_bytes(shape, &kinds, None, 0, part)?;
+        let WeightBytes { held: weights, .. } = weight_bytes(shape, &kinds, None, ExpertsAt::Gpu, part)?;
         let memory = request(shape, &kinds, part, spec, |r| {
             let wanted = Request { weights, ..r };
             wanted.check(free)?;
@@ -128,10 +152,31 @@ pub fn placed(
     Ok(Placed {
         memory: fullest,
         on_host: 0,
+        rooms: None,
         host_bytes: 0,
         read: all.read,
         host_read: 0,
     })
+}
+
+/// Where [`Request::split`] leaves experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct PlacedExperts {
+    pub(super) at: ExpertsAt,
+    /// Bytes of all weights on the device.
+    pub(super) weights: usize,
+    /// Stacks that sessions make of experts in banks.
+    pub(super) stage: Option<StageSizes>,
+}
+
+impl PlacedExperts {
+    fn on_gpu(weights: usize) -> Self {
+        PlacedExperts {
+            at: ExpertsAt::Gpu,
+            weights,
+            stage: None,
+        }
+    }
 }
 
 impl Request<'_> {
@@ -153,9 +198,10 @@ impl Request<'_> {
         Ok(plan)
     }
 
-    /// Chooses the number of layers whose experts stay on the CPU: `wanted`, or else as few as `free` bytes
-    /// require. Returns it with the bytes of the weights on the device, which `weights` tells for such a
-    /// number.
+    /// Chooses where experts are. On the GPU, if `free` bytes are enough for all; otherwise in banks with as many rooms as
+    /// there is memory for, if the model may have `bank`s with stages of these sizes; otherwise those of as few layers
+    /// as possible run on the CPU, or of as many as are `wanted`. `weights` tells the bytes of all weights on the
+    /// device.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.
@@ -163,20 +209,60 @@ impl Request<'_> {
         &self,
         wanted: Option<usize>,
         free: usize,
-        weights: impl Fn(usize) -> Result<usize>,
-    ) -> Result<(usize, usize)> {
+        bank: Option<StageSizes>,
+        weights: impl Fn(ExpertsAt) -> Result<usize>,
+    ) -> Result<PlacedExperts> {
+        if let (None, Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
+            let all = weights(ExpertsAt::Gpu)?;
+            let fits = |weights, stage| {
+                let request = Request {
+                    weights,
+                    stage,
+                    ..*self
+                };
+                request.fits(free)
+            };
+            if fits(all, None) {
+                return Ok(PlacedExperts::on_gpu(all));
+            }
+            // The most rooms that fit: `low` do or are none, `high` do not.
+            let (mut low, mut high) = (0, stacked(&experts));
+            while high - low > 1 {
+                let rooms = low.midpoint(high);
+                if fits(weights(ExpertsAt::Bank { rooms })?, bank) {
+                    low = rooms;
+                } else {
+                    high = rooms;
+                }
+            }
+            if low > 0 {
+                let at = ExpertsAt::Bank { rooms: low };
+                return Ok(PlacedExperts {
+                    at,
+                    weights: weights(at)?,
+                    stage: bank,
+                });
+            }
+        }
         let least = wanted.unwrap_or(0);
         let most = match (wanted, self.config.experts) {
             (None, Some(_)) => self.config.num_hidden_layers,
             _ => least,
         };
         for on_host in least..=most {
+            let at = match on_host {
+                0 => ExpertsAt::Gpu,
+                layers => ExpertsAt::Cpu(layers),
+            };
             let request = Request {
-                weights: weights(on_host)?,
+                weights: weights(at)?,
                 ..*self
             };
             if request.fits(free) {
-                return Ok((on_host, request.weights));
+                return Ok(PlacedExperts {
+                    at,
+                    ..PlacedExperts::on_gpu(request.weights)
+                });
             }
             if on_host == most {
                 request.check(free)?;

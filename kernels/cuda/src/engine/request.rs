@@ -2,6 +2,7 @@
 
 use super::adapters::AdapterWidths;
 use super::part::GpuPart;
+use crate::bank::StageSizes;
 use crate::{DeviceLinear, GpuInfo};
 use nq_kernels::KernelSet;
 use nq_model::ModelConfig;
@@ -27,6 +28,8 @@ pub(super) struct Request<'a> {
     pub(super) part: Option<GpuPart>,
     /// Its adapters.
     pub(super) adapters: AdapterWidths,
+    /// Stacks that a session's prompts make of experts in banks.
+    pub(super) stage: Option<StageSizes>,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.

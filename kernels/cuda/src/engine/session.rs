@@ -19,6 +19,7 @@ use super::adapters::{AdaptedSequences, AdapterRows, CudaAdapters};
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
 use super::part::GpuPart;
+use super::residency::ModelBank;
 use super::streams::StreamRun;
 use super::streams::buffers::DraftMemory;
 use crate::{
@@ -78,6 +79,8 @@ pub(super) struct CudaSession {
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
+    /// Its share of a bank of experts, if the model has one.
+    bank: Option<Arc<()>>,
     /// For layers whose experts are on the CPU.
     experts_host: Option<HostStage>,
     /// For pages that are read or appended.
@@ -107,6 +110,7 @@ impl CudaSession {
             }
             _ => None,
         };
+        let bank = model.layers.bank.as_ref().map(ModelBank::join);
         cos_sin.write(0, &model.rotary.pairs(positions))?;
         Ok(CudaSession {
             stream: gpu.stream_with(StreamOptions {
@@ -135,6 +139,7 @@ impl CudaSession {
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
+            bank: bank.transpose()?,
             experts_host,
             page_host: None,
             model,
@@ -164,6 +169,14 @@ impl CudaSession {
                 expected: "a sequence that is not seated in a step".into(),
                 found: format!("slot {}, which is seated", chunk.slot),
             }),
+        }
+    }
+
+    /// Lets experts of a bank move, behind work that was queued.
+    fn adapt_bank(&self) -> Result<()> {
+        match &self.model.layers.bank {
+            Some(bank) if self.bank.is_some() => bank.adapt(&self.stream),
+            _ => Ok(()),
         }
     }
 

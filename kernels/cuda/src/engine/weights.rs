@@ -1,19 +1,23 @@
 //! The GPU memory that a model's weights will take, before they are read: they are reserved on a device that only counts.
 
-use super::layer::{CudaLayer, HeldLayer};
+use super::experts_at::ExpertsAt;
+use super::layer::{CudaLayer, HeldLayer, largest_mixture};
 use super::part::GpuPart;
-use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
+use crate::bank::{BankHalf, ExpertTable, Half, LayerBank, StageSizes};
+use crate::linear::PackedShape;
+use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, stacked};
 use nq_formats::{TensorEntry, WeightStore};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, Dims, ModelConfig, Product};
+use nq_model::{DType, Dims, LayerSpec, ModelConfig, Product};
 use nq_runtime::Result;
 use nq_runtime::stacks::StackedLinear;
 use nq_runtime::states::{is_recurrent, shape_of};
 use nq_runtime::weights::Kinds;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Reserves the matrix `name` of a model, of shape `dims`.
 fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: Dims) -> Result<DeviceLinear> {
@@ -56,7 +60,121 @@ pub(super) struct WeightBytes {
     pub(super) read: usize,
 }
 
-/// Bytes that layer `index` takes on `gpu`, which only counts, with its experts or without.
+/// A stack of a layer, before it is packed.
+struct StackShape {
+    kind: PackedKind,
+    /// Rows of its parts.
+    heights: Vec<usize>,
+    inputs: usize,
+}
+
+impl StackShape {
+    /// That of `product` of layer `index`; `None` if nothing of it is held on the device.
+    fn of(
+        c: &ModelConfig,
+        kinds: Kinds<'_>,
+        index: usize,
+        held: &HeldLayer,
+        product: &'static Product,
+    ) -> Result<Option<Self>> {
+        let parts = held.parts(product);
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let inputs = product.inputs(c);
+        let kind = |part: &StackedLinear| part.kind(|l| kinds(&l.name(index)));
+        let kind = match PackedKind::of_stack(parts.iter().map(kind), inputs)? {
+            kind if held.is_plain(product) => kind.without_trellis(),
+            kind => kind,
+        };
+        Ok(Some(StackShape {
+            kind,
+            heights: parts.iter().map(|part| part.rows(c)).collect(),
+            inputs,
+        }))
+    }
+}
+
+/// The shapes of an expert's halves in layer `index`, their inputs, and the number of experts; `None` for a layer
+/// without experts on the device.
+pub(super) struct BankShape {
+    pub(super) shapes: [PackedShape; 2],
+    pub(super) inputs: [usize; 2],
+    pub(super) experts: usize,
+}
+
+impl BankShape {
+    /// That of layer `index`, whose weights are `held`; `None` without experts on the device.
+    ///
+    /// # Errors
+    /// A weight that no kernel serves.
+    pub(super) fn of(
+        c: &ModelConfig,
+        kinds: Kinds<'_>,
+        index: usize,
+        held: &HeldLayer,
+    ) -> Result<Option<Self>> {
+        let (Some(shape), Some((_, spec))) = (c.experts, c.layer(index).experts()) else {
+            return Ok(None);
+        };
+        let stack = |product| StackShape::of(c, kinds, index, held, product);
+        let (Some(up), Some(down)) = (stack(&spec.gate_up)?, stack(&spec.down)?) else {
+            return Ok(None);
+        };
+        let experts = up.heights.iter().sum::<usize>() / (2 * shape.width).max(1);
+        let each = |stack: &StackShape| {
+            let rows = stack.heights.iter().sum::<usize>() / experts.max(1);
+            PackedShape::new(stack.kind, rows, stack.inputs)
+        };
+        Ok(Some(BankShape {
+            shapes: [each(&up), each(&down)],
+            inputs: [up.inputs, down.inputs],
+            experts,
+        }))
+    }
+
+    /// The halves of a bank of this shape, whose weights have these scales.
+    pub(super) fn halves(&self, layer: &Arc<LayerBank>, scales: [f32; 2]) -> [DeviceLinear; 2] {
+        [Half::Up, Half::Down].map(|half| {
+            DeviceLinear::of_bank(BankHalf {
+                layer: Arc::clone(layer),
+                half,
+                scale: scales[half as usize],
+                inputs: self.inputs[half as usize],
+            })
+        })
+    }
+}
+
+/// The table for a model's experts, all of which are in banks.
+pub(super) fn expert_table(gpu: &Gpu, c: &ModelConfig) -> nq_kernels::Result<ExpertTable> {
+    let most = c.experts.map_or(0, |e| stacked(&largest_mixture(&e)));
+    ExpertTable::new(gpu, c.num_hidden_layers, most)
+}
+
+/// The stacks that prompts make of the experts of a model's banks; `None` without experts.
+///
+/// # Errors
+/// A weight that no kernel serves.
+pub(super) fn stage_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<StageSizes>> {
+    let mut sizes: Option<StageSizes> = None;
+    for index in 0..c.num_hidden_layers {
+        if let Some(bank) = BankShape::of(c, kinds, index, &held_by_plan(c, kinds, index, false))? {
+            sizes = Some(sizes.unwrap_or_default().with(bank.shapes, bank.experts));
+        }
+    }
+    Ok(sizes)
+}
+
+/// What of layer `index` is on the device, by the kinds of its weights.
+fn held_by_plan(c: &ModelConfig, kinds: Kinds<'_>, index: usize, on_cpu: bool) -> HeldLayer {
+    let spec = c.layer(index);
+    HeldLayer::new(c, spec, on_cpu, |kind| {
+        kinds(&spec.linear(kind).name(index))
+    })
+}
+
+/// Bytes that layer `index` takes on `gpu`, which only counts, beside the `table` of experts that are in banks.
 ///
 /// # Errors
 /// A weight that no kernel serves.
@@ -65,26 +183,37 @@ pub(super) fn layer_bytes(
     c: &ModelConfig,
     kinds: Kinds<'_>,
     index: usize,
-    on_host: bool,
+    at: ExpertsAt,
+    table: Option<&ExpertTable>,
 ) -> Result<WeightBytes> {
     let before = gpu.account().held();
     let spec = c.layer(index);
-    let held = HeldLayer::new(c, spec, on_host, |kind| {
-        kinds(&spec.linear(kind).name(index))
-    });
+    let held = held_by_plan(c, kinds, index, at.on_cpu(index));
+    let mut banked = match (at, table) {
+        (ExpertsAt::Bank { rooms }, Some(table)) => {
+            let shape = BankShape::of(c, kinds, index, &held)?;
+            let halves = shape.map(|shape| -> Result<_> {
+                let (experts, shapes) = (shape.experts, shape.shapes);
+                let bank = LayerBank::new(gpu, table, index, experts, shapes, rooms)?;
+                Ok(shape.halves(&Arc::new(bank), [1.0; 2]).map(Some))
+            });
+            halves.transpose()?.unwrap_or_default()
+        }
+        _ => [None, None],
+    };
     let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
     let pack = |product: &'static Product| {
-        let parts = held.parts(product);
-        if parts.is_empty() {
-            return Ok(no_weight(gpu)?);
+        if let Some(half) = half_of_experts(spec, product).and_then(|i| banked[i as usize].take()) {
+            return Ok(half);
         }
-        let heights: Vec<usize> = parts.iter().map(|part| part.rows(c)).collect();
-        let inputs = product.inputs(c);
-        let kind = |part: &StackedLinear| part.kind(|l| kinds(&l.name(index)));
-        let kind = match PackedKind::of_stack(parts.iter().map(kind), inputs)? {
-            kind if held.is_plain(product) => kind.without_trellis(),
-            kind => kind,
+        let Some(stack) = StackShape::of(c, kinds, index, &held, product)? else {
+            return Ok(no_weight(gpu)?);
         };
+        let StackShape {
+            kind,
+            heights,
+            inputs,
+        } = stack;
         Ok(DeviceLinear::zeros(gpu, kind, &heights, inputs)?)
     };
     let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
@@ -108,9 +237,19 @@ pub(super) fn layer_bytes(
     })
 }
 
-/// Bytes that packed weights of these kinds take, without the experts of the first `on_host` layers. If
+/// The half of a mixture that `product` of a layer is.
+pub(super) fn half_of_experts(spec: &LayerSpec, product: &Product) -> Option<Half> {
+    let (_, experts) = spec.experts()?;
+    match product {
+        up if *up == experts.gate_up => Some(Half::Up),
+        down if *down == experts.down => Some(Half::Down),
+        _ => None,
+    }
+}
+
+/// Bytes that packed weights of these kinds take on the device, with experts where `at` says. If
 /// `stored` gives the bytes of each layer in the file, only the first layer is packed, and the others are
-/// scaled by their stored sizes.
+/// scaled by their stored sizes; experts are then in no banks.
 ///
 /// # Errors
 /// A weight that no kernel serves.
@@ -118,18 +257,23 @@ pub(super) fn weight_bytes(
     c: &ModelConfig,
     kinds: Kinds<'_>,
     stored: Option<&[u64]>,
-    on_host: usize,
+    at: ExpertsAt,
     part: Option<GpuPart>,
 ) -> Result<WeightBytes> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
-    let layer = |index: usize, on_host: bool| layer_bytes(gpu, c, kinds, index, on_host);
+    let table = match at {
+        ExpertsAt::Bank { .. } => Some(expert_table(gpu, c)?),
+        ExpertsAt::Gpu | ExpertsAt::Cpu(_) => None,
+    };
+    let layer = |index: usize, at| layer_bytes(gpu, c, kinds, index, at, table.as_ref());
     let layers = match stored {
         Some(stored) => {
-            let (whole, bare) = (layer(0, false)?.held as u128, layer(0, true)?.held as u128);
+            let bytes = |at| -> Result<_> { Ok(layer(0, at)?.held as u128) };
+            let (whole, bare) = (bytes(ExpertsAt::Gpu)?, bytes(ExpertsAt::Cpu(1))?);
             let sizes = stored.iter().enumerate();
             let all: u128 = sizes
-                .map(|(i, &size)| if i < on_host { bare } else { whole } * u128::from(size))
+                .map(|(i, &size)| if at.on_cpu(i) { bare } else { whole } * u128::from(size))
                 .sum();
             WeightBytes {
                 held: all.div_ceil(stored[0].into()) as usize,
@@ -139,7 +283,7 @@ pub(super) fn weight_bytes(
         None => {
             let mut all = WeightBytes::default();
             for index in 0..c.num_hidden_layers {
-                let WeightBytes { held, read } = layer(index, index < on_host)?;
+                let WeightBytes { held, read } = layer(index, at)?;
                 (all.held, all.read) = (all.held + held, all.read + read);
             }
             all

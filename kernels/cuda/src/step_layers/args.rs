@@ -3,6 +3,7 @@
 use super::layer::{StepLayer, StepMixer};
 use super::sizes::LayersSizes;
 use crate::cuda::layers::{LayerArgs, LayerArgsUnion, LayerAttention, RecordKind};
+use crate::cuda::places::ExpertPlaces;
 use crate::cuda::rows::HeadVectors;
 use crate::driver::{Address, Operands};
 use crate::kernel::{TWO_LEVEL, kind_index};
@@ -35,6 +36,7 @@ impl LayerArgs {
             recurrent: 0,
             router_scale: 1.0,
             router: Address::NULL,
+            places: ExpertPlaces::default(),
             union: LayerArgsUnion {
                 attention: LayerAttention {
                     vectors: HeadVectors::NONE,
@@ -98,8 +100,12 @@ impl LayerArgs {
                 };
                 continue;
             }
-            let p = w.args(o)?;
-            (args.codes[i], args.meta[i]) = (p.codes, p.meta);
+            // Both halves of a mixture are in one bank, or neither is (`StepLayer::is_of`).
+            let from = w.expert_operands(o)?;
+            (args.codes[i], args.meta[i]) = (from.codes, from.meta);
+            if w.bank().is_some() {
+                args.places = from.places;
+            }
             args.kind[i] = RecordKind::of(w.kind());
         }
         Ok(args)

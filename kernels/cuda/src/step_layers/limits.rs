@@ -17,4 +17,4 @@ pub(super) const BLOCK_DIGITS_BYTES: usize = 528;
 pub(super) const PAGE_STAGE: usize = 8320;
 
 /// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/layers_block.cuh`.
-pub(super) const HEAD_BYTES: usize = 1024;
+pub(super) const HEAD_BYTES: usize = 1152;

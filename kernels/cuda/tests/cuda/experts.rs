@@ -133,7 +133,7 @@ fn check_many(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Ex
             };
             stream.rms_norm(&y, None, &gains, &out, m, 1e-6).unwrap();
             stream
-                .group_rows(&normed, &scores, &mut rows, e, m)
+                .group_rows(&normed, &scores, &mut rows, e, m, None)
                 .unwrap();
             stream.grouped_up(&gate_up, &mut rows).unwrap();
             stream.grouped_down(&down, &mut rows, &mut y).unwrap();

@@ -125,6 +125,44 @@ struct Model {
         lay_out();
     }
 
+    // Takes every other expert out of its stack, and puts the others in another order: `places.cuh`. The stacks are gone.
+    void scatter_experts() {
+        for (int l = 0; l < c.layers; l++) {
+            LayerArgs& layer = args.layer[l];
+            uint64_t* const at = allocate<uint64_t>(c.experts);
+            layer.places.at = at, layer.places.counts = allocate<uint32_t>(c.experts);
+            size_t bytes[2][2], size = 0;   // codes and scales of an expert
+            for (int down = 0; down < 2; down++) {
+                const int which = down ? DOWN : GATED;
+                const size_t records = down ? size_t(c.hidden / 16) * args.down_spans : size_t(args.up_tiles) * (c.hidden / 256);
+                bytes[down][0] = records * layer.kind[which].codes_bytes, bytes[down][1] = records * layer.kind[which].meta_bytes;
+                layer.places.codes[down] = size, layer.places.meta[down] = size + bytes[down][0];
+                size += bytes[down][0] + bytes[down][1];
+            }
+            uint8_t* const stack = allocate<uint8_t>(size * c.experts);
+            for (int e = 0; e < c.experts; e++) {
+                uint8_t* const to = e % 2 ? allocate<uint8_t>(size) : stack + (c.experts - 1 - e) * size;
+                at[e] = reinterpret_cast<uint64_t>(to);
+                for (int down = 0; down < 2; down++) {
+                    const int which = down ? DOWN : GATED;
+                    memcpy(to + layer.places.codes[down], layer.codes[which] + e * bytes[down][0], bytes[down][0]);
+                    memcpy(to + layer.places.meta[down], layer.meta[which] + e * bytes[down][1], bytes[down][1]);
+                }
+            }
+            for (int which : {GATED, DOWN}) layer.codes[which] = layer.meta[which] = nullptr;
+        }
+    }
+
+    // True if each layer's rows have chosen as many experts as there were in `steps` steps.
+    bool counts_choices(int steps) const {
+        for (int l = 0; l < c.layers; l++) {
+            uint32_t all = 0;
+            for (int e = 0; e < c.experts; e++) all += args.layer[l].places.counts[e];
+            if (all != uint32_t(steps * c.chosen)) return false;
+        }
+        return true;
+    }
+
     bool recurs(int l) const { return HYBRID && l % 2 == 0; }
     const int (&shape(int l, int which) const)[2] { return shapes[which == QKV && recurs(l) ? int(INPUTS_OF_DELTA) : which]; }
 
@@ -233,7 +271,7 @@ struct Model {
 
     // As `LayersPlan::room` of `step_layers.rs`.
     void lay_out() {
-        int end = (1024 + max(c.hidden / 8, TRELLIS ? args.shape[0].tiles + args.shape[1].tiles + args.shape[2].tiles + args.shape[3].tiles : 0) + 127) / 128 * 128;
+        int end = (LayersBlock<int4_int_64, false, false, false>::COUNTS + max(c.hidden / 8, TRELLIS ? args.shape[0].tiles + args.shape[1].tiles + args.shape[2].tiles + args.shape[3].tiles : 0) + 127) / 128 * 128;
         auto take = [&](int bytes) {
             const int at = end;
             end += (bytes + 127) / 128 * 128;

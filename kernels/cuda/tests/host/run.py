@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1]
-HEADERS = ["weights.cuh", "dequant.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
+HEADERS = ["places.cuh", "weights.cuh", "dequant.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
 HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh", "tower.cuh", "tower.cu"]
 HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "layers_trellis.cuh"]
 HEADERS += ["layers_block.cuh", "layers_inputs.cuh", "layers_products.cuh", "layers_requests.cuh", "layers_strips.cuh", "step_layers.cuh"]

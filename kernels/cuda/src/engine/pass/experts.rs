@@ -58,7 +58,14 @@ impl Pass<'_> {
             let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
             let routes = ("routes", "fused", Dims::new(all, each));
             stream.timed(routes, 0, || {
-                stream.group_rows(&halves.normed, scores, grouped, shape, m)
+                stream.group_rows(
+                    &halves.normed,
+                    scores,
+                    grouped,
+                    shape,
+                    m,
+                    up.linear.layer_bank(),
+                )
             })?;
             stream.timed(key(up), part(&up.linear), || {
                 stream.grouped_up(&up.linear, grouped)

@@ -1,5 +1,6 @@
 use super::*;
 use crate::Version;
+use crate::bank::StageSizes;
 use crate::engine::adapters::AdapterWidths;
 use crate::engine::layer::HeldLayer;
 use crate::engine::model::{held_layer, stack};
@@ -74,7 +75,7 @@ fn shared_experts_stack_where_their_weights_do() {
         let kind = |kind| kinds(&spec.linear(kind).name(0));
         HeldLayer::new(&config, spec, false, kind).has_shared()
     };
-    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, 0, None).unwrap().held;
+    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, ExpertsAt::Gpu, None).unwrap().held;
     for (experts, shared) in [
         (int4, int4),
         (int4, plain),
@@ -193,7 +194,7 @@ fn planned_mixtures_take_what_their_matrices_do() {
             }
             let _norm = gpu.zeros::<f32>("a norm", config.hidden_size).unwrap();
             let _head = head(&gpu, &config, &kinds, None).unwrap();
-            let planned = weight_bytes(&config, &kinds, None, on_host, None)
+            let planned = weight_bytes(&config, &kinds, None, ExpertsAt::Cpu(on_host), None)
                 .unwrap()
                 .held;
             assert_eq!(planned, account.held(), "{shared}, {on_host} on the host");
@@ -241,6 +242,7 @@ impl PlannedModel {
             trellis: false,
             part: None,
             adapters: AdapterWidths::default(),
+            stage: None,
             weights,
             session: Some(session),
         }
@@ -307,14 +309,18 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     let mut model = PlannedModel::new();
     let spec = spec(4096, KvType::F16);
     let rest = |model: &PlannedModel| model.request(0, &spec).plan().unwrap().total();
-    let weights = |on_host: usize| Ok(10_000_000_000 - on_host * 200_000_000);
-    let split = |model: &PlannedModel, wanted, free| {
+    let weights = |at: ExpertsAt| match at {
+        ExpertsAt::Bank { rooms } => Ok(2_500_000_000 + rooms * 450_000_000),
+        ExpertsAt::Gpu | ExpertsAt::Cpu(_) => Ok(10_000_000_000 - at.cpu_layers() * 200_000_000),
+    };
+    let split = |model: &PlannedModel, wanted, bank, free| {
         let free = rest(model) + free;
-        let found = model.request(0, &spec).split(wanted, free, weights);
+        let found = model.request(0, &spec).split(wanted, free, bank, weights);
+        let found = found.map(|placed| (placed.at, placed.weights));
         found.map_err(|e| e.to_string())
     };
     // A dense model has no experts to leave on the CPU.
-    assert!(split(&model, None, 9_900_000_000).is_err());
+    assert!(split(&model, None, None, 9_900_000_000).is_err());
     model.config.experts = Some(nq_model::Experts {
         count: 16,
         per_token: 2,
@@ -322,17 +328,27 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
         normalized: true,
         shared: 0,
     });
-    assert_eq!(split(&model, None, 10_000_000_000), Ok((0, 10_000_000_000)));
-    assert_eq!(split(&model, None, 9_999_999_999), Ok((1, 9_800_000_000)));
-    assert_eq!(split(&model, None, 2_800_000_000), Ok((36, 2_800_000_000)));
-    let refused = split(&model, None, 2_799_999_999).unwrap_err();
+    let all = Ok((ExpertsAt::Gpu, 10_000_000_000));
+    assert_eq!(split(&model, None, None, 10_000_000_000), all);
+    let cpu = |layers, weights| Ok((ExpertsAt::Cpu(layers), weights));
+    assert_eq!(split(&model, None, None, 9_999_999_999), cpu(1, 9_800_000_000));
+    assert_eq!(split(&model, None, None, 2_800_000_000), cpu(36, 2_800_000_000));
+    let refused = split(&model, None, None, 2_799_999_999).unwrap_err();
     assert!(refused.contains("2.80 GB of weights"), "{refused}");
     // What is asked for is done, or refused.
-    assert_eq!(
-        split(&model, Some(5), 20_000_000_000),
-        Ok((5, 9_000_000_000))
-    );
-    assert!(split(&model, Some(5), 8_999_999_999).is_err());
+    let bank = Some(StageSizes::default());
+    for bank in [None, bank] {
+        let found = split(&model, Some(5), bank, 20_000_000_000);
+        assert_eq!(found, cpu(5, 9_000_000_000));
+        assert!(split(&model, Some(5), bank, 8_999_999_999).is_err());
+    }
+    // With banks, as many experts of each layer have rooms as fit, at least one.
+    assert_eq!(split(&model, None, bank, 10_000_000_000), all);
+    let rooms = |rooms, weights| Ok((ExpertsAt::Bank { rooms }, weights));
+    assert_eq!(split(&model, None, bank, 9_999_999_999), rooms(15, 9_250_000_000));
+    assert_eq!(split(&model, None, bank, 9_249_999_999), rooms(14, 8_800_000_000));
+    assert_eq!(split(&model, None, bank, 2_950_000_000), rooms(1, 2_950_000_000));
+    assert_eq!(split(&model, None, bank, 2_949_999_999), cpu(36, 2_800_000_000));
 }
 
 #[test]
@@ -458,7 +474,7 @@ fn a_session_counts_keys_and_values_and_rows() {
 #[test]
 fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let config = config();
-    let all = weight_bytes(&config, &bf16, None, 0, None).unwrap().held;
+    let all = weight_bytes(&config, &bf16, None, ExpertsAt::Gpu, None).unwrap().held;
     let parameters = 2 * config.parameters();
     assert!(
         (parameters..parameters + parameters / 100).contains(&all),
@@ -468,7 +484,7 @@ fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let stored = |last: u64| {
         let mut stored = vec![4; layers];
         stored[layers - 1] = last;
-        weight_bytes(&config, &bf16, Some(&stored), 0, None)
+        weight_bytes(&config, &bf16, Some(&stored), ExpertsAt::Gpu, None)
             .unwrap()
             .held
     };

@@ -5,8 +5,12 @@ use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
 use crate::engine::adapters::AdapterRows;
 use crate::engine::request::Request;
+use crate::bank::ExpertStage;
+use crate::engine::layer::largest_mixture;
 use crate::engine::streams::buffers::DraftMemory;
-use crate::{Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom};
+use crate::{
+    Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom, stacked,
+};
 use nq_runtime::Result;
 use nq_runtime::interface::{DraftedBy, SessionSpec};
 use nq_runtime::states::is_recurrent;
@@ -40,7 +44,7 @@ impl SessionMemory {
             ..
         } = *request;
         let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
-        let many = spec.max_rows.max(1);
+        let many_rows = spec.max_rows.max(1);
         let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
         let shape = PagesShape {
             kv: spec.kv,
@@ -53,7 +57,7 @@ impl SessionMemory {
         };
         let pages = DevicePages::new(gpu, shape)?;
         let places = pages.places();
-        let table = (places.positions + many) * c.rotary_dims() / 2;
+        let table = (places.positions + many_rows) * c.rotary_dims() / 2;
         let states = |delta| {
             let shape = StatesShape {
                 delta,
@@ -66,30 +70,40 @@ impl SessionMemory {
             };
             DeviceStates::new(gpu, shape)
         };
-        let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
+        let room = || TrellisRoom::new(gpu, w.trellis(many_rows.max(rows)));
         let ranks = request
             .part
-            .map(|part| RankRows::new(gpu, c, part, rows, many));
+            .map(|part| RankRows::new(gpu, c, part, rows, many_rows));
         let drafts = match spec.drafts {
             DraftedBy::Layer(layer) => Some(DraftMemory::new(gpu, layer, head, spec)?),
             DraftedBy::Nothing | DraftedBy::Tokens => None,
         };
+        let mut step = StepRows::new(
+            gpu,
+            c,
+            head,
+            rows,
+            (spec.kv, places),
+            (request.part, trellis),
+        )?;
+        let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
+        if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
+            let grouped = [&mut step.experts, &mut many.experts].into_iter().flatten();
+            let mut grouped = grouped.filter_map(|e| e.grouped.as_mut()).peekable();
+            if grouped.peek().is_some() {
+                let stage = ExpertStage::new(gpu, sizes, stacked(&largest_mixture(experts)))?;
+                grouped.for_each(|rows| rows.set_stage(&stage));
+            }
+        }
         Ok(SessionMemory {
             drafts,
-            adapters: AdapterRows::new(gpu, adapters, many.max(rows))?,
+            adapters: AdapterRows::new(gpu, adapters, many_rows.max(rows))?,
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(
-                gpu,
-                c,
-                head,
-                rows,
-                (spec.kv, places),
-                (request.part, trellis),
-            )?,
-            many: ManyRows::new(gpu, &w, kernels, many, places)?,
+            step,
+            many,
             pages,
         })
     }

@@ -134,7 +134,7 @@ impl CudaSession {
         if let Some(graph) = self.graphs.recorded.get(&kind) {
             self.stream.run(graph)?;
         }
-        Ok(())
+        self.adapt_bank()
     }
 
     /// Once the stream is idle: while profiling, counts its work and drops the recordings.

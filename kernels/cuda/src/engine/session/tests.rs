@@ -69,6 +69,7 @@ fn kernels(
         trellis: false,
         part: None,
         adapters: adapters.widths,
+        stage: None,
         weights: 0,
         session: Some(&spec),
     };

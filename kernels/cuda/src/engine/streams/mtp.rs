@@ -54,6 +54,7 @@ impl CudaMtp {
             0,
             &weights,
             &held_layer(&config, &weights, false),
+            None,
             true,
             &mut Slower::default(),
         )?);

@@ -1,0 +1,294 @@
+//! Which experts of a model in banks have rooms on the GPU. Kernels count which experts rows choose; between steps the host
+//! reads the counts, and gives rooms of experts that are chosen less to some that are chosen more.
+//!
+//! Everything is in the order of the session's stream: an expert that leaves is read in the bank before its room is filled,
+//! on a stream of copies, and one that comes is read in its room after that, so no step ever sees a room change. What
+//! kernels compute does not depend on any of this.
+
+mod policy;
+
+use super::layer::HeldLayer;
+use super::model::stack;
+use super::weights::{BankShape, expert_table};
+use crate::bank::{
+    CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter,
+};
+use crate::{DeviceLinear, Gpu, Mark, Stream, StreamOptions, Uploader};
+use nq_formats::{Weight, human_bytes};
+use nq_model::ModelConfig;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::weights::Kinds;
+use nq_runtime::{Error, Result};
+use policy::Heat;
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Most experts of a layer that move at once, and of all layers: what they take of the bus, steps lack.
+const MOST_OF_LAYER: usize = 2;
+const MOST_AT_ONCE: usize = 24;
+
+/// The banks of a model's layers.
+pub(super) struct ModelBank {
+    table: ExpertTable,
+    layers: Vec<Option<Arc<LayerBank>>>,
+    /// Before the weights are packed.
+    empty: Vec<Option<(BankShape, LayerBank)>>,
+    stage: StageSizes,
+    rooms: usize,
+    residency: Mutex<Residency>,
+    /// A share for each session.
+    sessions: Arc<()>,
+}
+
+/// What is in which room, and what moves.
+struct Residency {
+    /// [layers, experts of the table]
+    places: Vec<ExpertPlace>,
+    /// By layer: the expert of each room, and of one that is being filled the expert to come.
+    rooms: Vec<Vec<usize>>,
+    heat: Heat,
+    /// The latest counts.
+    counts: Vec<u32>,
+    reading: CountsRead,
+    writer: TableWriter,
+    copies: Stream,
+    moving: Vec<Move>,
+    /// Behind the copies of those that are moving.
+    moved: Option<Mark>,
+}
+
+#[derive(Clone, Copy)]
+struct Move {
+    layer: usize,
+    expert: usize,
+    room: usize,
+}
+
+impl ModelBank {
+    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed.
+    ///
+    /// # Errors
+    /// [`nq_kernels::Error::DeviceMemory`], also if the system does not lock so much; a weight that no kernel serves.
+    pub(super) fn new(
+        gpu: &Gpu,
+        c: &ModelConfig,
+        kinds: Kinds<'_>,
+        rooms: usize,
+        stage: StageSizes,
+    ) -> Result<Self> {
+        let table = expert_table(gpu, c)?;
+        let mut empty = Vec::with_capacity(c.num_hidden_layers);
+        for index in 0..c.num_hidden_layers {
+            let spec = c.layer(index);
+            let held = HeldLayer::new(c, spec, false, |kind| kinds(&spec.linear(kind).name(index)));
+            let shape = BankShape::of(c, kinds, index, &held)?;
+            let bank = shape.map(|shape| {
+                let (experts, shapes) = (shape.experts, shape.shapes);
+                let bank = LayerBank::new(gpu, &table, index, experts, shapes, rooms)?;
+                Ok::<_, Error>((shape, bank))
+            });
+            empty.push(bank.transpose()?);
+        }
+        let experts = table.counts().len() / c.num_hidden_layers.max(1);
+        let residency = Residency {
+            places: vec![ExpertPlace::Bank; table.counts().len()],
+            rooms: vec![(0..rooms).collect(); c.num_hidden_layers],
+            heat: Heat::new(c.num_hidden_layers, experts),
+            counts: vec![0; table.counts().len()],
+            reading: CountsRead::new(gpu, &table)?,
+            writer: TableWriter::new(gpu, &table)?,
+            copies: gpu.stream_with(StreamOptions::default())?,
+            moving: Vec::new(),
+            moved: None,
+        };
+        Ok(ModelBank {
+            layers: Vec::new(),
+            empty,
+            stage,
+            rooms,
+            residency: Mutex::new(residency),
+            sessions: Arc::new(()),
+            table,
+        })
+    }
+
+    /// Packs the experts of the next layer, `index`, and fills its rooms with the first ones, or the shared one and the
+    /// first ones. Returns both halves; `None` for a layer without experts.
+    ///
+    /// # Errors
+    /// Errors of [`LayerBank::pack`](crate::bank::LayerBank); errors of the driver.
+    pub(super) fn pack(
+        &mut self,
+        uploader: &mut Uploader,
+        weights: &LayerWeights,
+        held: &HeldLayer,
+        (index, plain): (usize, bool),
+    ) -> Result<Option<[DeviceLinear; 2]>> {
+        let found = self.empty.get_mut(index).and_then(Option::take);
+        let (Some((shape, mut bank)), Some((_, spec))) = (found, weights.spec.experts()) else {
+            self.layers.push(None);
+            return Ok(None);
+        };
+        let mut scales = [1.0; 2];
+        for (half, product) in [(Half::Up, &spec.gate_up), (Half::Down, &spec.down)] {
+            let parts = held.parts(product).into_iter();
+            let parts = parts.map(|part| part.weight(weights));
+            let parts = parts.collect::<Result<Vec<Cow<'_, Weight>>>>()?;
+            let parts: Vec<&Weight> = parts.iter().map(|part| &**part).collect();
+            let plain = plain || held.is_plain(product);
+            scales[half as usize] = bank.pack(half, &parts, stack(product), plain)?;
+        }
+        let bank = Arc::new(bank);
+        let residency = &mut *lock(&self.residency);
+        // A shared expert is the last, and every row goes through it.
+        let experts = if held.has_shared() {
+            residency.heat.keep(index, bank.experts() - 1);
+            let first = std::iter::once(bank.experts() - 1).chain(0..bank.experts() - 1);
+            first.take(self.rooms).collect()
+        } else {
+            (0..self.rooms).collect::<Vec<usize>>()
+        };
+        let each = residency.places.len() / residency.rooms.len();
+        for (room, &expert) in experts.iter().enumerate() {
+            bank.move_in(uploader.stream(), expert, room)?;
+            residency.places[index * each + expert] = ExpertPlace::Room(room);
+        }
+        residency.rooms[index] = experts;
+        self.layers.push(Some(Arc::clone(&bank)));
+        if self.layers.len() == self.empty.len() {
+            let (table, layers) = (&self.table, &self.layers);
+            (residency.writer).write(uploader.stream(), table, layers, &residency.places)?;
+        }
+        Ok(Some(shape.halves(&bank, scales)))
+    }
+
+    /// The stacks that sessions make of experts.
+    pub(super) fn stage(&self) -> StageSizes {
+        self.stage
+    }
+
+    /// Most experts of a layer.
+    pub(super) fn experts(&self) -> usize {
+        self.table.counts().len() / self.layers.len().max(1)
+    }
+
+    /// A new session's share. Experts move only while there is a single session, whose stream orders what reads them.
+    ///
+    /// # Errors
+    /// The first error of copies that were on their way.
+    pub(super) fn join(&self) -> Result<Arc<()>> {
+        let share = Arc::clone(&self.sessions);
+        let residency = lock(&self.residency);
+        if let Some(moved) = &residency.moved {
+            moved.wait()?;
+        }
+        Ok(share)
+    }
+
+    /// To be called behind each step or prompt that was queued in the `stream` of a session: takes the counts that have come,
+    /// and lets experts move. Never waits.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(super) fn adapt(&self, stream: &Stream) -> Result<()> {
+        if Arc::strong_count(&self.sessions) > 2 {
+            return Ok(());
+        }
+        let residency = &mut *lock(&self.residency);
+        let arrived = residency.arrive()?;
+        let leaving = residency.choose(&self.layers)?;
+        if arrived || leaving {
+            let (table, layers) = (&self.table, &self.layers);
+            (residency.writer).write(stream, table, layers, &residency.places)?;
+        }
+        if leaving {
+            residency.copies.wait_for(&stream.mark()?)?;
+            for m in &residency.moving {
+                if let Some(bank) = &self.layers[m.layer] {
+                    bank.move_in(&residency.copies, m.expert, m.room)?;
+                }
+            }
+            residency.moved = Some(residency.copies.mark()?);
+        }
+        if !residency.reading.is_queued() {
+            residency.reading.queue(stream, &self.table)?;
+        }
+        Ok(())
+    }
+
+    /// How many choices of experts found them in rooms so far, and how many there were.
+    pub(super) fn hits(&self) -> (u64, u64) {
+        lock(&self.residency).heat.hits()
+    }
+}
+
+impl Residency {
+    /// Lets kernels read the experts whose copies are done in their rooms; false if there are none.
+    fn arrive(&mut self) -> Result<bool> {
+        match &self.moved {
+            Some(moved) if moved.has_passed()? => {}
+            _ => return Ok(false),
+        }
+        self.moved = None;
+        let each = self.places.len() / self.rooms.len();
+        for m in self.moving.drain(..) {
+            self.places[m.layer * each + m.expert] = ExpertPlace::Room(m.room);
+        }
+        Ok(true)
+    }
+
+    /// Takes the counts if they have come and, unless others still move, chooses experts that move, whose rooms nobody
+    /// shall read from then on; false if there are none.
+    fn choose(&mut self, layers: &[Option<Arc<LayerBank>>]) -> Result<bool> {
+        let Some(counts) = self.reading.take()? else {
+            return Ok(false);
+        };
+        let each = self.places.len() / self.rooms.len();
+        let in_room = |i: usize| matches!(self.places[i], ExpertPlace::Room(_));
+        self.heat.take(counts, &mut self.counts, in_room);
+        if self.moved.is_some() {
+            return Ok(false);
+        }
+        let mut wanted = Vec::new();
+        for (layer, bank) in layers.iter().enumerate() {
+            let Some(bank) = bank else { continue };
+            let rooms = &self.rooms[layer];
+            wanted.extend(self.heat.swaps(layer, bank.experts(), rooms, MOST_OF_LAYER));
+        }
+        // The hottest of all layers first.
+        wanted.sort_by(|a, b| b.gain.total_cmp(&a.gain));
+        wanted.truncate(MOST_AT_ONCE);
+        for swap in &wanted {
+            let leaves = std::mem::replace(&mut self.rooms[swap.layer][swap.room], swap.expert);
+            self.places[swap.layer * each + leaves] = ExpertPlace::Bank;
+            self.moving.push(Move {
+                layer: swap.layer,
+                expert: swap.expert,
+                room: swap.room,
+            });
+        }
+        Ok(!wanted.is_empty())
+    }
+}
+
+fn lock(residency: &Mutex<Residency>) -> MutexGuard<'_, Residency> {
+    residency.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Display for ModelBank {
+    /// Where experts are, for the user.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let banks = || self.layers.iter().flatten();
+        let all: usize = banks().map(|b| b.expert_bytes() * b.experts()).sum();
+        let here: usize = banks().map(|b| b.expert_bytes() * b.rooms()).sum();
+        write!(
+            f,
+            "{} of {} experts of each layer ({}) are on the GPU; all ({}) are in page-locked memory, where it reads the others",
+            self.rooms,
+            banks().map(|b| b.experts()).max().unwrap_or(0),
+            human_bytes(here as u64),
+            human_bytes(all as u64),
+        )
+    }
+}
