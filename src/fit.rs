@@ -279,7 +279,10 @@ pub(crate) struct FileRow {
     pub(crate) needed_bytes: u64,
     /// Layers whose experts are on the CPU beside a GPU.
     pub(crate) cpu_layers: usize,
-    /// Bytes of these experts.
+    /// Of a mixture whose experts do not all have room on the GPU, how many of each layer have; all are in the computer's
+    /// memory, and no speed is computed, as it depends on how often a text needs the others.
+    pub(crate) gpu_experts: Option<usize>,
+    /// Bytes of experts in the computer's memory.
     pub(crate) cpu_bytes: usize,
     /// Bytes of weights that a token reads.
     pub(crate) read_bytes: usize,
@@ -458,9 +461,13 @@ impl Asked<'_> {
         row.takes(placed.memory);
         row.needed_bytes += self.beside.total();
         (row.cpu_layers, row.cpu_bytes) = (placed.on_host, placed.host_bytes);
+        row.gpu_experts = placed.rooms;
         row.read_bytes = placed.read + placed.host_read;
         if placed.host_bytes as u64 > self.machine.host.free_bytes {
             row.refuse("its experts take more than the computer's free memory".into());
+        }
+        if placed.rooms.is_some() {
+            return Ok(());
         }
         row.reaches(self, |kv| self.decode_on(&file.codes, cards, &placed, kv));
         if placed.on_host == 0 {
@@ -503,10 +510,11 @@ impl FileRow {
             Some(v) => format!("{v:.0}"),
             None => "–".to_owned(),
         };
-        let fits = match (self.fits, self.cpu_layers) {
-            (true, 0) => "yes".to_owned(),
-            (true, n) => format!("with experts of {n} layers on the CPU"),
-            (false, _) => self.why_not.clone().unwrap_or_default(),
+        let fits = match (self.fits, self.gpu_experts, self.cpu_layers) {
+            (true, Some(n), _) => format!("with {n} experts of each layer on the GPU"),
+            (true, None, 0) => "yes".to_owned(),
+            (true, None, n) => format!("with experts of {n} layers on the CPU"),
+            (false, ..) => self.why_not.clone().unwrap_or_default(),
         };
         let file = match &*self.file {
             "" => "as it is",

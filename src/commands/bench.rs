@@ -1,5 +1,6 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
+mod alike;
 mod image;
 mod text;
 
@@ -12,6 +13,7 @@ use crate::machine;
 use crate::model::{self, ToRun};
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
+use alike::AlikeTokens;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_cpu::{BandwidthBuffer, Cpu};
@@ -20,7 +22,7 @@ use nq_evals::{BenchRow, Record};
 use nq_formats::adapter::Lora;
 use nq_formats::synth;
 use nq_formats::trellis::Code;
-use nq_formats::{Bits, Checkpoint, Progress, nq};
+use nq_formats::{Bits, Checkpoint, Progress, WeightStore, nq};
 use nq_load::device::Device;
 use nq_model::Preset;
 use nq_quantize::{Codes, Recipe};
@@ -55,6 +57,11 @@ pub(crate) struct BenchArgs {
     /// What `--simple` leaves out, by its former name
     #[arg(long, hide = true, conflicts_with = "simple")]
     pub mixed: bool,
+    /// With --preset: the share that the embeddings of all tokens have in common (0 to 1). Routers of a mixture with random
+    /// weights choose among all experts anew for each token; the larger the share, the more they choose the same again
+    /// [default: 0]
+    #[arg(long, value_name = "SHARE", requires = "preset", value_parser = parse_share)]
+    pub alike: Option<f64>,
     /// Prompt tokens of the prefill test; 0 skips it
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
@@ -308,11 +315,26 @@ fn bare(
     terminal: &Terminal,
 ) -> nq_evals::Result<Vec<BenchRow>> {
     let mut rows = Vec::new();
+    let mut before = engine.expert_choices();
+    let mut note_hits = |test: &str| {
+        let after = engine.expert_choices();
+        if let (Some(from), Some(to)) = (before, after) {
+            let all = to.all - from.all;
+            let share = (to.in_room - from.in_room) as f64 / all.max(1) as f64;
+            terminal.note(&format!(
+                "{test}: {:.1} % of {all} choices of experts found them on the GPU",
+                100.0 * share
+            ));
+        }
+        before = after;
+    };
     if args.prompt_tokens > 0 {
         rows.push(bench::prefill(engine, spec, machine, terminal)?);
+        note_hits("prompts");
     }
     if args.gen_tokens > 0 {
         rows.push(bench::decode(engine, spec, machine, terminal)?);
+        note_hits("decode");
     }
     for row in rows.iter_mut().filter(|_| args.breakdown) {
         let decoding = row.test.starts_with("tg");
@@ -356,7 +378,16 @@ fn open(args: &BenchArgs, global: &Global, terminal: &Terminal) -> anyhow::Resul
         });
     };
     let layers = preset.config().num_hidden_layers;
-    random(preset, layers, codes(args)?, args.simple, 0)
+    let model = random(preset, layers, codes(args)?, args.simple, 0)?;
+    let Some(share) = args.alike else {
+        return Ok(model);
+    };
+    let over = |store| Box::new(AlikeTokens { store, share }) as Box<dyn WeightStore>;
+    Ok(BenchModel {
+        name: format!("{}, tokens alike by {share}", model.name),
+        checkpoint: model.checkpoint.over(over),
+        ..model
+    })
 }
 
 /// Random weights of a preset with so many layers.

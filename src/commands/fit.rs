@@ -365,6 +365,11 @@ fn recommendation<'a>(
         sentence +=
             &format!(" and should reach about {tok_s:.0} tokens a second once that is full");
     }
+    if let Some(experts) = row.gpu_experts {
+        sentence += &format!(
+            ", with {experts} experts of each layer on the GPU and all in the computer's memory"
+        );
+    }
     if row.cpu_layers > 0 {
         sentence += &format!(", with the experts of {} layers on the CPU", row.cpu_layers);
     }

@@ -313,24 +313,28 @@ fn bytes_are_those_of_the_table_of_cards() {
 }
 
 #[test]
-fn experts_go_to_the_cpu_as_loading_places_them() {
+fn experts_are_in_memory_as_loading_places_them() {
     if !gpu::BUILT_IN {
         println!("skipped: no CUDA in this build");
         return;
     }
     let c = shape("qwen3-30b-a3b");
     let fits = row("qwen3-30b-a3b", "--bits 4", ONE, &with("RTX 4090"));
-    assert!(fits.fits && fits.cpu_layers == 0, "{fits:?}");
+    assert!(fits.fits && fits.gpu_experts.is_none(), "{fits:?}");
     let machine = with("RTX 4070");
     let small = row("qwen3-30b-a3b", "--bits 4", ONE, &machine);
-    assert!(small.fits && small.cpu_layers > 0, "{small:?}");
-    assert!(small.needed_bytes <= machine.cards.as_ref().unwrap().free_bytes);
-    // What is not on the card is in the computer's memory.
-    let missing = fits.weights_bytes - small.weights_bytes;
-    assert_eq!(small.cpu_bytes, missing);
+    let most = c.experts.unwrap().count;
+    let here = small.gpu_experts.unwrap();
+    assert!(small.fits && here > 0 && here < most, "{small:?}");
+    assert_eq!(small.cpu_layers, 0);
+    let free = machine.cards.as_ref().unwrap().free_bytes;
+    assert!(small.needed_bytes <= free);
+    // One more of each layer would not fit.
+    let each = (small.cpu_bytes / most) as u64;
+    assert!(small.needed_bytes + each > free, "{small:?}");
+    assert!(small.cpu_bytes > fits.weights_bytes - small.weights_bytes);
     assert_eq!(small.read_bytes, fits.read_bytes);
-    assert!(small.tok_s.unwrap() < fits.tok_s.unwrap());
-    assert!(small.cpu_layers < c.num_hidden_layers);
+    assert!(small.tok_s.is_none() && fits.tok_s.is_some());
     // With too little memory in the computer, it does not fit.
     let poor = Machine {
         host: Host {

@@ -202,7 +202,7 @@ impl Stream {
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
             shared: i32::from(e.shared > 0),
-            padding: [0; 4],
+            before_counts: [0; 1],
             counts: places.counts,
             rows: o.optional("rows of experts", rows_of, &[stacked(e)])?,
         };

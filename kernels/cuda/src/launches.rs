@@ -204,7 +204,7 @@ impl Trace {
         let mut rows = GroupedRows::new(&self.gpu, *e, hidden, m).unwrap();
         let half = self.zeros(m * hidden.next_multiple_of(256));
         let done = s
-            .group_rows(&half, &scores, &mut rows, e, m)
+            .group_rows(&half, &scores, &mut rows, e, m, None)
             .and_then(|()| s.grouped_up(&up, &mut rows))
             .and_then(|()| s.grouped_down(&down, &mut rows, x));
         self.note(format_args!("grouped {case}"), done);

@@ -33,6 +33,12 @@ pub trait Engine: Send + Sync {
         None
     }
 
+    /// Where rows found the experts that routers chose so far, of a mixture whose experts do not all have room on the
+    /// device; `None` for others.
+    fn expert_choices(&self) -> Option<ExpertChoices> {
+        None
+    }
+
     /// Most sequences whose next tokens one step of a [`Batch`](crate::batch::Batch) can draw without
     /// copying logits to the host; `None` if logits are always copied.
     fn sampled_together(&self) -> Option<usize> {
@@ -126,6 +132,15 @@ pub struct DeviceMemory {
     pub free: usize,
     /// True if it is the computer's memory, which has other uses too.
     pub on_host: bool,
+}
+
+/// Choices of experts by the rows of all sessions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertChoices {
+    /// Those that found the expert in the device's memory, as far as is known between steps.
+    pub in_room: u64,
+    /// All.
+    pub all: u64,
 }
 
 /// Where a model's weights will be on GPUs of which so much is free.

@@ -28,7 +28,8 @@ use nq_kernels::KernelSet;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
-    ActivationChoice, AppliedAdapter, DeviceMemory, Engine, EngineDescription, LoadOptions,
+    ActivationChoice, AppliedAdapter, DeviceMemory, Engine, EngineDescription, ExpertChoices,
+    LoadOptions,
     Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
@@ -178,6 +179,12 @@ impl Engine for CudaEngine {
             free: model.gpu.free_memory().ok()?,
             ..model.request(spec, self.adapters.widths).plan().ok()?
         })
+    }
+
+    fn expert_choices(&self) -> Option<ExpertChoices> {
+        let bank = self.model.layers.bank.as_ref()?;
+        let (in_room, all) = bank.hits();
+        Some(ExpertChoices { in_room, all })
     }
 
     fn sampled_together(&self) -> Option<usize> {

@@ -11,7 +11,7 @@ use super::request::Request;
 use super::residency::ModelBank;
 use super::session::step_rows::most_together;
 use super::weights::{
-    self, BankShape, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds, weight_bytes,
+    self, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds, weight_bytes,
 };
 use crate::pack::{SPAN, TILE};
 use crate::{

@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod bank;
 mod memory;
 mod ranks;
 

@@ -4,7 +4,7 @@ use crate::bank::StageSizes;
 use crate::engine::adapters::AdapterWidths;
 use crate::engine::layer::HeldLayer;
 use crate::engine::model::{held_layer, stack};
-use crate::engine::weights::{head, no_weight, stored_by_layer, weight_bytes};
+use crate::engine::weights::{head, no_weight, stage_sizes, stored_by_layer, weight_bytes};
 use crate::pack::Packing;
 use crate::{DeviceLinear, GpuInfo, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::{
@@ -492,4 +492,30 @@ fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);
     let off = all - stored(2) - layer / 2;
     assert!(off < 1 << 20, "{off}");
+}
+
+#[test]
+fn rooms_and_tables_are_planned() {
+    let config = ModelConfig {
+        num_hidden_layers: 3,
+        vocab_size: 1000,
+        ..nq_model::Preset::find("qwen3.5-35b-a3b")
+            .expect("a published shape")
+            .config()
+    };
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let kinds = |name: &str| match name.contains("experts.") || name.contains("shared_expert.") {
+        true => WeightKind::in_scheme(int4.into(), false),
+        false => WeightKind::Dense(DType::BF16),
+    };
+    let stage = stage_sizes(&config, &kinds).unwrap().expect("a mixture");
+    let bytes = |at| weight_bytes(&config, &kinds, None, at, None).unwrap().held;
+    let (all, bare) = (bytes(ExpertsAt::Gpu), bytes(ExpertsAt::Cpu(3)));
+    let with_rooms = |rooms| bytes(ExpertsAt::Bank { rooms });
+    let each = with_rooms(2) - with_rooms(1);
+    assert_eq!(with_rooms(101) - with_rooms(1), 100 * each);
+    // All experts, with the shared one, and a table of their places and counts.
+    assert!(with_rooms(257) - 3 * 257 * 12 - all < 3 * 257 * 4 * 128);
+    assert_ne!(stage, StageSizes::default());
+    assert!(bare + 5 * each <= with_rooms(5));
 }

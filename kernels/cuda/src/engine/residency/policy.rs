@@ -62,7 +62,8 @@ impl Heat {
         for (i, ((heat, &now), before)) in each.enumerate() {
             let chosen = now.wrapping_sub(*before);
             *before = now;
-            *heat += chosen as f32 * self.unit;
+            // A prompt chooses hundreds of times at once, and must not outweigh a hundred steps.
+            *heat += (1.0 + chosen as f32).log2() * self.unit;
             self.all += u64::from(chosen);
             self.hits += if in_room(i) { u64::from(chosen) } else { 0 };
         }
@@ -108,5 +109,113 @@ impl Heat {
     /// How many choices found their expert in a room, and how many there were.
     pub(super) fn hits(&self) -> (u64, u64) {
         (self.hits, self.all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Experts that the tokens of a text choose, as published traces have them: about half of the choices repeat one of the
+    /// token before, and more than four of five one of the last eight.
+    fn text(tokens: usize, experts: u32, chosen: usize, seed: u64) -> Vec<Vec<usize>> {
+        let mut state = seed;
+        let mut random = move |below: u32| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 33) as u32 % below) as usize
+        };
+        let mut all: Vec<Vec<usize>> = Vec::new();
+        for at in 0..tokens {
+            let mut own = Vec::new();
+            while own.len() < chosen {
+                let ago = match random(100) {
+                    0..45 => 1,
+                    45..80 => 2 + random(7),
+                    80..95 => 9 + random(56),
+                    _ => usize::MAX,
+                };
+                let expert = match at.checked_sub(ago) {
+                    Some(then) => all[then][random(chosen as u32)],
+                    None => random(experts),
+                };
+                if !own.contains(&expert) {
+                    own.push(expert);
+                }
+            }
+            all.push(own);
+        }
+        all
+    }
+
+    /// The share of choices that find their expert, when swaps take `delay` readings, and the swaps of a token.
+    fn replayed(all: &[Vec<usize>], experts: usize, rooms: usize, delay: usize) -> (f64, f64) {
+        let mut heat = Heat::new(1, experts);
+        let mut rooms: Vec<usize> = (0..rooms).collect();
+        let (mut counts, mut before) = (vec![0u32; experts], vec![0; experts]);
+        let mut coming: Vec<(usize, usize)> = Vec::new();
+        let mut swapped = 0;
+        for (at, chosen) in all.iter().enumerate() {
+            coming.retain(|&(when, _)| when > at);
+            let away: Vec<usize> = coming.iter().map(|c| c.1).collect();
+            chosen.iter().for_each(|&e| counts[e] += 1);
+            let here = |e: usize| rooms.contains(&e) && !away.contains(&e);
+            heat.take(&counts, &mut before, here);
+            if coming.is_empty() {
+                for swap in heat.swaps(0, experts, &rooms, 2) {
+                    rooms[swap.room] = swap.expert;
+                    coming.push((at + delay, swap.expert));
+                    swapped += 1;
+                }
+            }
+        }
+        let (hits, choices) = heat.hits();
+        let tokens = all.len() as f64;
+        assert_eq!(choices, (all.len() * all[0].len()) as u64);
+        (hits as f64 / choices as f64, f64::from(swapped) / tokens)
+    }
+
+    #[test]
+    fn what_a_text_needs_gets_the_rooms() {
+        for seed in 1..4 {
+            let all = text(600, 128, 8, seed);
+            for (rooms, least) in [(32, 0.78), (64, 0.86)] {
+                let (hits, swaps) = replayed(&all, 128, rooms, 3);
+                // The first experts, for good, would be found as often as there are rooms.
+                assert!(hits > least, "{rooms} rooms: {hits}");
+                assert!(swaps < 0.8, "{rooms} rooms: {swaps} swaps a token");
+            }
+        }
+    }
+
+    #[test]
+    fn swaps_are_of_the_hottest_and_the_coolest_and_never_of_one_that_is_kept() {
+        let mut heat = Heat::new(2, 6);
+        heat.keep(1, 5);
+        let counts = [0, 0, 0, 0, 0, 0, 9, 1, 0, 5, 3, 0];
+        heat.take(&counts, &mut [0; 12], |_| false);
+        assert_eq!(heat.hits(), (0, 18));
+        assert!(heat.swaps(0, 6, &[0, 1], 6).is_empty());
+        let swaps = heat.swaps(1, 6, &[5, 1, 2], 6);
+        let found: Vec<_> = swaps.iter().map(|s| (s.layer, s.expert, s.room)).collect();
+        assert_eq!(found, [(1, 0, 2), (1, 3, 1)]);
+        assert_eq!(heat.swaps(1, 6, &[5, 1, 2], 1), swaps[..1]);
+        // Of a layer with fewer experts, there are no others.
+        assert!(heat.swaps(1, 3, &[0, 1], 6).is_empty());
+    }
+
+    /// Counts start again at 0 after 2^32, and heat of long ago is forgotten.
+    #[test]
+    fn counts_wrap_and_heat_fades() {
+        let mut heat = Heat::new(1, 2);
+        let mut before = [u32::MAX - 1, 0];
+        heat.take(&[2, 0], &mut before, |_| true);
+        assert_eq!((heat.hits(), before), ((4, 4), [2, 0]));
+        for _ in 0..2000 {
+            heat.take(&[2, 0], &mut before, |_| true);
+        }
+        heat.take(&[2, 1], &mut before, |_| true);
+        let swaps = heat.swaps(0, 2, &[0], 1);
+        assert_eq!(swaps.len(), 1, "{swaps:?}");
+        assert!(swaps[0].gain.is_finite());
     }
 }

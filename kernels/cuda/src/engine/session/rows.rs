@@ -214,6 +214,7 @@ impl CudaSession {
                 drafting.take(rows.slot, rows.position, chunk.tokens, streams, rows.row)?;
             }
         }
+        self.adapt_bank()?;
         Ok(wanted)
     }
 

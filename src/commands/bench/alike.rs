@@ -1,0 +1,47 @@
+//! Random weights whose tokens are alike, so that routers of a mixture choose the same experts again and again, as those of
+//! trained models do for a text. Of independent embeddings, every token is routed anew.
+
+use half::bf16;
+use nq_formats::{Overlay, Result, Scheme, Tensor, Weight, WeightStore};
+use nq_model::names::EMBEDDING;
+use nq_model::{DType, Dims};
+
+/// A store whose embeddings have a share in common: `sqrt(1 - share) e + sqrt(share) c` in the place of `e`, with
+/// the first token's for `c`, so that lengths stay as they are.
+pub(super) struct AlikeTokens {
+    pub(super) store: Box<dyn WeightStore>,
+    /// 0 to 1.
+    pub(super) share: f64,
+}
+
+impl Overlay for AlikeTokens {
+    fn inner(&self) -> &dyn WeightStore {
+        self.store.as_ref()
+    }
+
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
+        let own = self.store.matrix(name, dims)?;
+        if name != EMBEDDING {
+            return Ok(own);
+        }
+        let (kept, common) = ((1.0 - self.share).sqrt() as f32, self.share.sqrt() as f32);
+        let mut first = vec![0.0; dims.cols];
+        own.dequantize_row(0, &mut first)?;
+        let mut row = vec![0.0; dims.cols];
+        let mut bytes = Vec::with_capacity(2 * dims.rows * dims.cols);
+        for index in 0..dims.rows {
+            own.dequantize_row(index, &mut row)?;
+            let mixed = row.iter().zip(&first).map(|(e, c)| kept * e + common * c);
+            bytes.extend(mixed.flat_map(|v| bf16::from_f32(v).to_le_bytes()));
+        }
+        let shape = vec![dims.rows, dims.cols];
+        Ok(Weight::Dense(Tensor::new(DType::BF16, shape, bytes.into())?))
+    }
+
+    fn scheme(&self, name: &str) -> Option<Scheme> {
+        match name {
+            EMBEDDING => None,
+            _ => self.store.scheme(name),
+        }
+    }
+}
