@@ -211,7 +211,12 @@ impl LayerBank {
     /// The arguments of kernels that follow the table, which keep all that it leads to.
     pub(crate) fn args(&self, o: &Operands<'_>) -> Result<ExpertPlaces> {
         let all = [self.experts];
-        o.locked("the bank", &self.host, 0, &[self.experts * self.layout.bytes])?;
+        o.locked(
+            "the bank",
+            &self.host,
+            0,
+            &[self.experts * self.layout.bytes],
+        )?;
         o.of("rooms", &self.rooms, &[self.room_count * self.layout.bytes])?;
         Ok(ExpertPlaces {
             at: o.part("places of experts", &self.places, self.first, &all)?,

@@ -5,8 +5,8 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
-use crate::cuda::reference::LinearReferenceArgs;
 use crate::cuda::places::ExpertPlaces;
+use crate::cuda::reference::LinearReferenceArgs;
 use crate::cuda::weights::PackedWeight;
 use nq_formats::Weight;
 use nq_kernels::{Error, Result};

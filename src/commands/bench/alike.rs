@@ -35,7 +35,11 @@ impl Overlay for AlikeTokens {
             bytes.extend(mixed.flat_map(|v| bf16::from_f32(v).to_le_bytes()));
         }
         let shape = vec![dims.rows, dims.cols];
-        Ok(Weight::Dense(Tensor::new(DType::BF16, shape, bytes.into())?))
+        Ok(Weight::Dense(Tensor::new(
+            DType::BF16,
+            shape,
+            bytes.into(),
+        )?))
     }
 
     fn scheme(&self, name: &str) -> Option<Scheme> {

@@ -90,7 +90,8 @@ pub(crate) fn grouped(t: &mut Timing) -> Result<()> {
             let read = |w: &DeviceLinear| w.bytes() / e.count * e.count.min(m * e.per_token);
             let moved = 2 * m * (1 + e.per_token) * hidden;
             t.alone(&format!("group {m} rows {name}"), moved, |_| {
-                t.stream.group_rows(&b.half, &scores, &mut rows, &e, m, None)
+                t.stream
+                    .group_rows(&b.half, &scores, &mut rows, &e, m, None)
             })?;
             t.alone(&format!("up of {m} rows {name}"), read(&up[0]), |turn| {
                 t.stream.grouped_up(&up[turn % up.len()], &mut rows)

@@ -43,9 +43,9 @@ impl Locked {
         let len = self.len;
         match Arc::get_mut(&mut self.memory) {
             // SAFETY: `len` initialized bytes; nobody else has them.
-            Some(memory) => Ok(unsafe {
-                std::slice::from_raw_parts_mut(memory.address(0).0 as *mut u8, len)
-            }),
+            Some(memory) => {
+                Ok(unsafe { std::slice::from_raw_parts_mut(memory.address(0).0 as *mut u8, len) })
+            }
             None => Err(Error::Cuda {
                 what: "writing memory that kernels read",
                 why: "a recorded step has it".into(),

@@ -51,7 +51,7 @@ pub use host::HostStage;
 pub(crate) use info::has_small_blocks;
 pub use info::{GpuInfo, Version};
 pub(crate) use launch::LaunchShape;
-pub use locked::Locked;
+pub(crate) use locked::Locked;
 pub(crate) use memory::Address;
 pub use memory::{Buffer, Mapped};
 pub(crate) use operands::Operands;

@@ -29,8 +29,7 @@ use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
     ActivationChoice, AppliedAdapter, DeviceMemory, Engine, EngineDescription, ExpertChoices,
-    LoadOptions,
-    Session, SessionSpec,
+    LoadOptions, Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
 use nq_runtime::{Error, Result};

@@ -139,7 +139,8 @@ pub fn placed(
             split: Split::Layers,
         });
         let shape = &shard.config(c)?;
-        let WeightBytes { held: weights, .. } = weight_bytes(shape, &kinds, None, ExpertsAt::Gpu, part)?;
+        let WeightBytes { held: weights, .. } =
+            weight_bytes(shape, &kinds, None, ExpertsAt::Gpu, part)?;
         let memory = request(shape, &kinds, part, spec, |r| {
             let wanted = Request { weights, ..r };
             wanted.check(free)?;

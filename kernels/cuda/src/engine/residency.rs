@@ -10,9 +10,7 @@ mod policy;
 use super::layer::HeldLayer;
 use super::model::stack;
 use super::weights::{BankShape, expert_table};
-use crate::bank::{
-    CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter,
-};
+use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter};
 use crate::{DeviceLinear, Gpu, Mark, Stream, StreamOptions, Uploader};
 use nq_formats::{Weight, human_bytes};
 use nq_model::ModelConfig;
@@ -166,11 +164,6 @@ impl ModelBank {
     /// The stacks that sessions make of experts.
     pub(super) fn stage(&self) -> StageSizes {
         self.stage
-    }
-
-    /// Most experts of a layer.
-    pub(super) fn experts(&self) -> usize {
-        self.table.counts().len() / self.layers.len().max(1)
     }
 
     /// A new session's share. Experts move only while there is a single session, whose stream orders what reads them.

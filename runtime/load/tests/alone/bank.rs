@@ -125,7 +125,11 @@ fn whatever_has_room_computes_the_same() {
             // Two sessions of one model, in turn.
             let engine: Arc<dyn Engine> = engine;
             let first = engine.session(spec);
-            assert_eq!(computed(&*engine, spec).1, expected.1, "{what}, beside another");
+            assert_eq!(
+                computed(&*engine, spec).1,
+                expected.1,
+                "{what}, beside another"
+            );
             drop(first);
         }
         assert!(seen.contains(&3) && seen.len() > 3, "{name}: {seen:?}");

@@ -1,9 +1,9 @@
 //! Tests that no other test may run beside on a GPU, one at a time: all GPUs share one account of memory, and kernels of
 //! ranks wait for each other, so that kernels beside them could take the room they need.
 
+mod bank;
 #[path = "../common/mod.rs"]
 mod common;
-mod bank;
 mod memory;
 mod ranks;
 

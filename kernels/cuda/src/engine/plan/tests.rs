@@ -75,7 +75,11 @@ fn shared_experts_stack_where_their_weights_do() {
         let kind = |kind| kinds(&spec.linear(kind).name(0));
         HeldLayer::new(&config, spec, false, kind).has_shared()
     };
-    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, ExpertsAt::Gpu, None).unwrap().held;
+    let bytes = |kinds: Kinds<'_>| {
+        weight_bytes(&config, kinds, None, ExpertsAt::Gpu, None)
+            .unwrap()
+            .held
+    };
     for (experts, shared) in [
         (int4, int4),
         (int4, plain),
@@ -331,8 +335,14 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     let all = Ok((ExpertsAt::Gpu, 10_000_000_000));
     assert_eq!(split(&model, None, None, 10_000_000_000), all);
     let cpu = |layers, weights| Ok((ExpertsAt::Cpu(layers), weights));
-    assert_eq!(split(&model, None, None, 9_999_999_999), cpu(1, 9_800_000_000));
-    assert_eq!(split(&model, None, None, 2_800_000_000), cpu(36, 2_800_000_000));
+    assert_eq!(
+        split(&model, None, None, 9_999_999_999),
+        cpu(1, 9_800_000_000)
+    );
+    assert_eq!(
+        split(&model, None, None, 2_800_000_000),
+        cpu(36, 2_800_000_000)
+    );
     let refused = split(&model, None, None, 2_799_999_999).unwrap_err();
     assert!(refused.contains("2.80 GB of weights"), "{refused}");
     // What is asked for is done, or refused.
@@ -345,10 +355,22 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     // With banks, as many experts of each layer have rooms as fit, at least one.
     assert_eq!(split(&model, None, bank, 10_000_000_000), all);
     let rooms = |rooms, weights| Ok((ExpertsAt::Bank { rooms }, weights));
-    assert_eq!(split(&model, None, bank, 9_999_999_999), rooms(15, 9_250_000_000));
-    assert_eq!(split(&model, None, bank, 9_249_999_999), rooms(14, 8_800_000_000));
-    assert_eq!(split(&model, None, bank, 2_950_000_000), rooms(1, 2_950_000_000));
-    assert_eq!(split(&model, None, bank, 2_949_999_999), cpu(36, 2_800_000_000));
+    assert_eq!(
+        split(&model, None, bank, 9_999_999_999),
+        rooms(15, 9_250_000_000)
+    );
+    assert_eq!(
+        split(&model, None, bank, 9_249_999_999),
+        rooms(14, 8_800_000_000)
+    );
+    assert_eq!(
+        split(&model, None, bank, 2_950_000_000),
+        rooms(1, 2_950_000_000)
+    );
+    assert_eq!(
+        split(&model, None, bank, 2_949_999_999),
+        cpu(36, 2_800_000_000)
+    );
 }
 
 #[test]
@@ -474,7 +496,9 @@ fn a_session_counts_keys_and_values_and_rows() {
 #[test]
 fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let config = config();
-    let all = weight_bytes(&config, &bf16, None, ExpertsAt::Gpu, None).unwrap().held;
+    let all = weight_bytes(&config, &bf16, None, ExpertsAt::Gpu, None)
+        .unwrap()
+        .held;
     let parameters = 2 * config.parameters();
     assert!(
         (parameters..parameters + parameters / 100).contains(&all),

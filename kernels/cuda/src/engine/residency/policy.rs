@@ -121,7 +121,9 @@ mod tests {
     fn text(tokens: usize, experts: u32, chosen: usize, seed: u64) -> Vec<Vec<usize>> {
         let mut state = seed;
         let mut random = move |below: u32| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             ((state >> 33) as u32 % below) as usize
         };
         let mut all: Vec<Vec<usize>> = Vec::new();

@@ -3,10 +3,10 @@
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
-use crate::engine::adapters::AdapterRows;
-use crate::engine::request::Request;
 use crate::bank::ExpertStage;
+use crate::engine::adapters::AdapterRows;
 use crate::engine::layer::largest_mixture;
+use crate::engine::request::Request;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{
     Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom, stacked,
