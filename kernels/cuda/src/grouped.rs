@@ -24,7 +24,7 @@ kernels! {
     GATHER_ROWS: GatherArgs = "gather_rows" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     STAGE_EXPERTS: StageArgs = "stage_experts" in "grouped.cu",
-        test "kernels/cuda/tests/cuda/bank.rs::experts_in_a_bank", bench "grouped";
+        test "runtime/load/tests/alone/bank.rs::whatever_has_room_computes_the_same", bench "grouped";
     COMBINE_EXPERTS: CombineArgs = "combine_experts" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
 }
