@@ -22,7 +22,8 @@ use speed::{Computed, Cores, Kernels};
 /// Bytes of a GPU's memory that its driver takes, as docs/cards.md says.
 pub(crate) const DRIVER: u64 = 800_000_000;
 
-/// Seconds that a layer whose experts are on the CPU takes at least: 0.39 ms of each of 48 (2026-11-23-gpu-mixture.csv).
+/// Seconds that a layer whose experts are on the CPU takes at least: 0.39 ms of each of 48 (2026-11-23-gpu-
+/// mixture.csv).
 const HOST_LAYER: f64 = 0.39e-3;
 
 /// Tokens a second of one conversation that are enough to read along.
@@ -279,8 +280,8 @@ pub(crate) struct FileRow {
     pub(crate) needed_bytes: u64,
     /// Layers whose experts are on the CPU beside a GPU.
     pub(crate) cpu_layers: usize,
-    /// Of a mixture whose experts do not all have room on the GPU, how many of each layer have; all are in the computer's
-    /// memory, and no speed is computed, as it depends on how often a text needs the others.
+    /// Of a mixture whose experts do not all have room on the GPU, how many of each layer have; all are in the
+    /// computer's memory, and no speed is computed, as it depends on how often a text needs the others.
     pub(crate) gpu_experts: Option<usize>,
     /// Bytes of experts in the computer's memory.
     pub(crate) cpu_bytes: usize,
@@ -334,7 +335,8 @@ impl Asked<'_> {
         }
     }
 
-    /// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is there.
+    /// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is
+    /// there.
     fn serves(
         &self,
         spec: &SessionSpec,
@@ -563,9 +565,9 @@ fn quality(codes: &str) -> Option<(f64, &'static str)> {
     })
 }
 
-/// The best of the rows that fit, among those whose loss a record has, if one has. Of those that are fast enough to read
-/// along: the fastest whose divergence nobody notices. If none is fast enough: the fastest of fair divergence. Where none
-/// has so little, the one of the least.
+/// The best of the rows that fit, among those whose loss a record has, if one has. Of those that are fast enough to
+/// read along: the fastest whose divergence nobody notices. If none is fast enough: the fastest of fair divergence.
+/// Where none has so little, the one of the least.
 pub(crate) fn best(rows: &[FileRow]) -> Option<&FileRow> {
     // Keys and values in 8 bits cost quality too: only where others do not fit.
     let first = |r: &&FileRow| {

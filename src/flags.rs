@@ -31,8 +31,8 @@ pub(crate) struct Global {
     /// Where to run: auto, cpu, cuda, cuda:N, several GPUs: cuda:0,1 or cuda:all, or gpu, wgpu:N (Vulkan, Metal)
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
-    /// How several GPUs divide the model: tensors (a part of every layer each) or layers [default: tensors, where the model and
-    /// the GPUs allow it]
+    /// How several GPUs divide the model: tensors (a part of every layer each) or layers [default: tensors, where the
+    /// model and the GPUs allow it]
     #[arg(long, global = true, value_name = "HOW")]
     pub split: Option<Split>,
     /// CPU threads [default: one per physical core]
@@ -65,8 +65,8 @@ pub(crate) struct Global {
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// A LoRA or DoRA adapter: PEFT's folder, or a GGUF file. W multiplies it [default of W: 1]. It is merged
-    /// into an unquantized model, and stays beside the weights of a quantized one. NAME=FOLDER, for serve, leaves the model as
-    /// it is, and clients ask for NAME (repeatable)
+    /// into an unquantized model, and stays beside the weights of a quantized one. NAME=FOLDER, for serve, leaves the
+    /// model as it is, and clients ask for NAME (repeatable)
     #[arg(
         long = "adapter",
         id = "adapter",

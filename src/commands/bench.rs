@@ -57,9 +57,9 @@ pub(crate) struct BenchArgs {
     /// What `--simple` leaves out, by its former name
     #[arg(long, hide = true, conflicts_with = "simple")]
     pub mixed: bool,
-    /// With --preset: the share that the embeddings of all tokens have in common (0 to 1). Routers of a mixture with random
-    /// weights choose among all experts anew for each token; the larger the share, the more they choose the same again
-    /// [default: 0]
+    /// With --preset: the share that the embeddings of all tokens have in common (0 to 1). Routers of a mixture with
+    /// random weights choose among all experts anew for each token; the larger the share, the more they choose the
+    /// same again [default: 0]
     #[arg(long, value_name = "SHARE", requires = "preset", value_parser = parse_share)]
     pub alike: Option<f64>,
     /// Prompt tokens of the prefill test; 0 skips it

@@ -1,9 +1,10 @@
 //! Experts of mixtures that do not all have room in the GPU's memory.
 //!
-//! A **bank** is page-locked memory of the host with all experts of a layer, which kernels read over PCIe. Some of them also
-//! have a **room** in the GPU's memory. A table there says where kernels read each expert (`cuda/places.cuh`): what they
-//! compute does not depend on it, a step needs no host, and a recorded one stays valid when experts move. Kernels count
-//! how often rows choose each expert, so that the host can give the rooms to those that are chosen most.
+//! A **bank** is page-locked memory of the host with all experts of a layer, which kernels read over PCIe. Some of
+//! them also have a **room** in the GPU's memory. A table there says where kernels read each expert
+//! (`cuda/places.cuh`): what they compute does not depend on it, a step needs no host, and a recorded one stays valid
+//! when experts move. Kernels count how often rows choose each expert, so that the host can give the rooms to those
+//! that are chosen most.
 
 use super::driver::{Address, Buffer, Gpu, Locked, Mark, Operands, Pinned, Stream};
 use super::linear::{DeviceLinear, PackedShape};
@@ -107,12 +108,12 @@ pub struct LayerBank {
 }
 
 impl LayerBank {
-    /// Allocates the bank of layer `index` of a model with this table, and `rooms` rooms, for `experts` experts of these
-    /// sizes, of gate and up and of down.
+    /// Allocates the bank of layer `index` of a model with this table, and `rooms` rooms, for `experts` experts of
+    /// these sizes, of gate and up and of down.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`], also if the system does not lock so much memory; [`Error::Shape`] for a layer or experts
-    /// that the table does not have.
+    /// [`Error::DeviceMemory`], also if the system does not lock so much memory; [`Error::Shape`] for a layer or
+    /// experts that the table does not have.
     pub(crate) fn new(
         gpu: &Gpu,
         table: &ExpertTable,
@@ -159,8 +160,8 @@ impl LayerBank {
         self.room_count
     }
 
-    /// Packs a stack of all experts into the bank, with values of FP16 if `plain` and if they are in trellis codes. Returns
-    /// the scale of all.
+    /// Packs a stack of all experts into the bank, with values of FP16 if `plain` and if they are in trellis codes.
+    /// Returns the scale of all.
     ///
     /// # Errors
     /// Errors of [`Packing::new`]; [`Error::Shape`] if the stack is not of the bank's sizes.
@@ -279,8 +280,8 @@ impl TableWriter {
         })
     }
 
-    /// Writes where the experts of all layers are, in order with the stream's other work. `layers` has `None` for layers
-    /// without a bank; `places` has those of all layers one after the other.
+    /// Writes where the experts of all layers are, in order with the stream's other work. `layers` has `None` for
+    /// layers without a bank; `places` has those of all layers one after the other.
     ///
     /// # Errors
     /// [`Error::Shape`] for a room that a layer does not have, or another number of places; errors of the driver.

@@ -52,7 +52,8 @@ pub struct DeviceLinear {
     rows: usize,
     inputs: usize,
     scale: f32,
-    /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows and, behind them, of its inputs.
+    /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows and, behind them, of its
+    /// inputs.
     pub(super) trellis: Option<TrellisParts>,
     /// Of experts in a bank, which kernels find by its table: `codes` and `meta` are then its rooms.
     bank: Option<BankHalf>,

@@ -1,5 +1,5 @@
-//! Random weights whose tokens are alike, so that routers of a mixture choose the same experts again and again, as those of
-//! trained models do for a text. Of independent embeddings, every token is routed anew.
+//! Random weights whose tokens are alike, so that routers of a mixture choose the same experts again and again, as
+//! those of trained models do for a text. Of independent embeddings, every token is routed anew.
 
 use half::bf16;
 use nq_formats::{Overlay, Result, Scheme, Tensor, Weight, WeightStore};

@@ -80,8 +80,8 @@ impl Stream {
         let to = o.part("room for an expert", to, to_at, &[len])?;
         let from = o.locked("an expert", from, at, &[len])?;
         self.gpu().0.bind()?;
-        // SAFETY: both ranges are in bounds. Device memory is freed when work that uses it has ended, and so is this kind
-        // of host memory, in which nobody writes any more.
+        // SAFETY: both ranges are in bounds. Device memory is freed when work that uses it has ended, and so is this
+        // kind of host memory, in which nobody writes any more.
         let copied = unsafe { sys::cuMemcpyAsync(to.0, from.0, len, self.raw()) };
         check("copying an expert to the GPU", copied.result())
     }

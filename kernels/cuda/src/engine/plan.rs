@@ -1,5 +1,5 @@
-//! The GPU memory that a model and its sessions will take, before any of it is allocated: their constructors are run on a
-//! device that only counts. [`super::weights`] counts weights.
+//! The GPU memory that a model and its sessions will take, before any of it is allocated: their constructors are run
+//! on a device that only counts. [`super::weights`] counts weights.
 
 use super::division::shards;
 use super::experts_at::ExpertsAt;
@@ -63,11 +63,12 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
     request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
 }
 
-/// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as few experts on
-/// the CPU as its `free` bytes require, on several with some of the layers each.
+/// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as few
+/// experts on the CPU as its `free` bytes require, on several with some of the layers each.
 ///
 /// # Errors
-/// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of [`planned`].
+/// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
+/// [`planned`].
 pub fn placed(
     c: &ModelConfig,
     kinds: Kinds<'_>,
@@ -199,10 +200,10 @@ impl Request<'_> {
         Ok(plan)
     }
 
-    /// Chooses where experts are. On the GPU, if `free` bytes are enough for all; otherwise in banks with as many rooms as
-    /// there is memory for, if the model may have `bank`s with stages of these sizes; otherwise those of as few layers
-    /// as possible run on the CPU, or of as many as are `wanted`. `weights` tells the bytes of all weights on the
-    /// device.
+    /// Chooses where experts are. On the GPU, if `free` bytes are enough for all; otherwise in banks with as many
+    /// rooms as there is memory for, if the model may have `bank`s with stages of these sizes; otherwise those of as
+    /// few layers as possible run on the CPU, or of as many as are `wanted`. `weights` tells the bytes of all weights
+    /// on the device.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.

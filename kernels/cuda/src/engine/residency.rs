@@ -1,9 +1,9 @@
-//! Which experts of a model in banks have rooms on the GPU. Kernels count which experts rows choose; between steps the host
-//! reads the counts, and gives rooms of experts that are chosen less to some that are chosen more.
+//! Which experts of a model in banks have rooms on the GPU. Kernels count which experts rows choose; between steps the
+//! host reads the counts, and gives rooms of experts that are chosen less to some that are chosen more.
 //!
-//! Everything is in the order of the session's stream: an expert that leaves is read in the bank before its room is filled,
-//! on a stream of copies, and one that comes is read in its room after that, so no step ever sees a room change. What
-//! kernels compute does not depend on any of this.
+//! Everything is in the order of the session's stream: an expert that leaves is read in the bank before its room is
+//! filled, on a stream of copies, and one that comes is read in its room after that, so no step ever sees a room
+//! change. What kernels compute does not depend on any of this.
 
 mod policy;
 
@@ -179,8 +179,8 @@ impl ModelBank {
         Ok(share)
     }
 
-    /// To be called behind each step or prompt that was queued in the `stream` of a session: takes the counts that have come,
-    /// and lets experts move. Never waits.
+    /// To be called behind each step or prompt that was queued in the `stream` of a session: takes the counts that
+    /// have come, and lets experts move. Never waits.
     ///
     /// # Errors
     /// Errors of the driver.

@@ -1,4 +1,5 @@
-//! The GPU memory that a model's weights will take, before they are read: they are reserved on a device that only counts.
+//! The GPU memory that a model's weights will take, before they are read: they are reserved on a device that only
+//! counts.
 
 use super::experts_at::ExpertsAt;
 use super::layer::{CudaLayer, HeldLayer, largest_mixture};

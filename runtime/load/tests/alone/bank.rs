@@ -1,5 +1,5 @@
-//! Experts of a mixture in page-locked memory: however many have room on the GPU, logits and tokens are the same, bit for
-//! bit. Without a GPU the test prints that it is skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+//! Experts of a mixture in page-locked memory: however many have room on the GPU, logits and tokens are the same, bit
+//! for bit. Without a GPU the test prints that it is skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
@@ -33,8 +33,8 @@ fn rooms(notes: &Notes) -> Option<usize> {
     note.split(' ').next()?.parse().ok()
 }
 
-/// What a model computes: logits of prompts of many rows and of few, of steps of one row and of several, and tokens that
-/// steps ahead draw, so many that experts move meanwhile.
+/// What a model computes: logits of prompts of many rows and of few, of steps of one row and of several, and tokens
+/// that steps ahead draw, so many that experts move meanwhile.
 fn computed(engine: &dyn Engine, spec: SessionSpec) -> (Vec<f32>, Vec<u32>) {
     let mut session = engine.session(spec).expect("it fits");
     let s = &mut *session;

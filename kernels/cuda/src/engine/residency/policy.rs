@@ -1,6 +1,6 @@
-//! Which experts deserve rooms: those with the most heat, which is the number of their choices, of which each counts half as
-//! much after every [`HALF_LIFE`] readings (LRFU: Lee et al. 2001, <https://doi.org/10.1109/TC.2001.970573>). A short half-life keeps
-//! what was chosen last, as LRU does, a long one what is chosen most.
+//! Which experts deserve rooms: those with the most heat, which is the number of their choices, of which each counts
+//! half as much after every [`HALF_LIFE`] readings (LRFU: Lee et al. 2001, <https://doi.org/10.1109/TC.2001.970573>).
+//! A short half-life keeps what was chosen last, as LRU does, a long one what is chosen most.
 
 /// Readings of the counts after which a choice counts half.
 const HALF_LIFE: f32 = 16.0;
@@ -69,8 +69,8 @@ impl Heat {
         }
     }
 
-    /// The hottest experts of a layer without a room that are hotter than the coolest with one, at most `most`, each with
-    /// the room of one of these. The layer has `experts`; `rooms` says which of them is in which room.
+    /// The hottest experts of a layer without a room that are hotter than the coolest with one, at most `most`, each
+    /// with the room of one of these. The layer has `experts`; `rooms` says which of them is in which room.
     pub(super) fn swaps(
         &self,
         layer: usize,
@@ -116,8 +116,8 @@ impl Heat {
 mod tests {
     use super::*;
 
-    /// Experts that the tokens of a text choose, as published traces have them: about half of the choices repeat one of the
-    /// token before, and more than four of five one of the last eight.
+    /// Experts that the tokens of a text choose, as published traces have them: about half of the choices repeat one
+    /// of the token before, and more than four of five one of the last eight.
     fn text(tokens: usize, experts: u32, chosen: usize, seed: u64) -> Vec<Vec<usize>> {
         let mut state = seed;
         let mut random = move |below: u32| {
