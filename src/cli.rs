@@ -80,8 +80,8 @@ pub enum Command {
 
 /// Flags for how a model is run.
 #[rustfmt::skip]
-const RUNNING: [&str; 8] = [
-    "device", "split", "threads", "pin", "cpu-experts", "activations", "kernels", "isa",
+const RUNNING: [&str; 9] = [
+    "device", "split", "threads", "pin", "cpu-experts", "gpu_memory", "activations", "kernels", "isa",
 ];
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
@@ -99,9 +99,12 @@ const OF_NO_USE: [(&str, &[&[&str]]); 12] = [
     ("fit", &[&["adapter", "split", "cpu-experts", "activations", "kernels", "verbose"]]),
     ("convert", &[&RUNNING, &["verbose"]]),
     ("synth", &[
-        &["device", "split", "pin", "cpu-experts", "activations", "kernels", "isa", "adapter", "offline", "verbose"],
+        &["device", "split", "pin", "cpu-experts", "gpu_memory", "activations", "kernels", "isa", "adapter", "offline",
+          "verbose"],
     ]),
-    ("doctor", &[&["adapter", "split", "cpu-experts", "activations", "kernels", "offline", "verbose"]]),
+    ("doctor", &[
+        &["adapter", "split", "cpu-experts", "gpu_memory", "activations", "kernels", "offline", "verbose"],
+    ]),
 ];
 
 /// Flags that `-h` explains, of subcommands with more than fit a screen; `--help` explains all.

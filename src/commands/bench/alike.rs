@@ -1,10 +1,9 @@
 //! Random weights whose tokens are alike, so that routers of a mixture choose the same experts again and again, as
 //! those of trained models do for a text. Of independent embeddings, every token is routed anew.
 
-use half::bf16;
 use nq_formats::{Overlay, Result, Scheme, Tensor, Weight, WeightStore};
 use nq_model::names::EMBEDDING;
-use nq_model::{DType, Dims};
+use nq_model::Dims;
 
 /// A store whose embeddings have a share in common: `sqrt(1 - share) e + sqrt(share) c` in the place of `e`, with
 /// the first token's for `c`, so that lengths stay as they are.
@@ -28,18 +27,14 @@ impl Overlay for AlikeTokens {
         let mut first = vec![0.0; dims.cols];
         own.dequantize_row(0, &mut first)?;
         let mut row = vec![0.0; dims.cols];
-        let mut bytes = Vec::with_capacity(2 * dims.rows * dims.cols);
+        let mut values = Vec::with_capacity(dims.rows * dims.cols);
         for index in 0..dims.rows {
             own.dequantize_row(index, &mut row)?;
             let mixed = row.iter().zip(&first).map(|(e, c)| kept * e + common * c);
-            bytes.extend(mixed.flat_map(|v| bf16::from_f32(v).to_le_bytes()));
+            values.extend(mixed);
         }
         let shape = vec![dims.rows, dims.cols];
-        Ok(Weight::Dense(Tensor::new(
-            DType::BF16,
-            shape,
-            bytes.into(),
-        )?))
+        Ok(Weight::Dense(Tensor::from_f32(shape, values)?))
     }
 
     fn scheme(&self, name: &str) -> Option<Scheme> {
