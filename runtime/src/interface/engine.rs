@@ -57,12 +57,12 @@ pub trait Engine: Send + Sync {
     /// If the device does not have enough memory; the error says what did not fit.
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
 
-    /// The same model, whose weights it shares, with adapters beside it. Sequences of its sessions have `applied` added to
-    /// what they compute, unless [`Session::adapt`] says otherwise.
+    /// The same model, whose weights it shares, with adapters beside it. Sequences of its sessions have `applied`
+    /// added to what they compute, unless [`Session::adapt`] says otherwise.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the engine computes merged models only; [`Error::Request`] for one in `applied` that is
-    /// not in `adapters`.
+    /// [`Error::Unsupported`] if the engine computes merged models only; [`Error::Request`] for one in `applied` that
+    /// is not in `adapters`.
     fn with_adapters(
         &self,
         adapters: &[Lora],

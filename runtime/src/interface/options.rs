@@ -196,8 +196,8 @@ pub struct LoadOptions {
     /// Of a mixture of experts on a GPU: number of layers, from the first on, whose experts stay in the
     /// computer's memory and run on the CPU; `None`: as few as the GPU's memory requires.
     pub cpu_experts: Option<usize>,
-    /// Most bytes of GPU memory that the process takes for models and sessions; `None`: what is free. Kernels and the driver's
-    /// context are not counted.
+    /// Most bytes of GPU memory that the process takes for models and sessions; `None`: what is free. Kernels and the
+    /// driver's context are not counted.
     pub gpu_memory: Option<usize>,
     /// How several GPUs divide it; `None`: by tensors if the model and the GPUs allow it, else by layers.
     pub split: Option<Split>,
@@ -221,7 +221,8 @@ impl ActivationChoice {
     /// the speed, and adds an error far below that of the weights. For weights of 6 and 8 bits, int8
     /// inputs would add an error almost as large as the weights' own; two bytes add none that can be
     /// measured. They cost decoding nothing, as it waits for memory, but double prefill's products.
-    /// Inputs of a trellis code are rounded after their transform, whose blocks have no outliers: a scale for each does.
+    /// Inputs of a trellis code are rounded after their transform, whose blocks have no outliers: a scale for each
+    /// does.
     pub fn resolve(
         self,
         parts: &[&Weight],
