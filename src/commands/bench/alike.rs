@@ -2,8 +2,8 @@
 //! those of trained models do for a text. Of independent embeddings, every token is routed anew.
 
 use nq_formats::{Overlay, Result, Scheme, Tensor, Weight, WeightStore};
-use nq_model::names::EMBEDDING;
 use nq_model::Dims;
+use nq_model::names::EMBEDDING;
 
 /// A store whose embeddings have a share in common: `sqrt(1 - share) e + sqrt(share) c` in the place of `e`, with
 /// the first token's for `c`, so that lengths stay as they are.
