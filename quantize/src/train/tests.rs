@@ -18,7 +18,7 @@ use nq_formats::{
 use nq_kernels::grad::UNKNOWN;
 use nq_kernels::rng::Philox;
 use nq_model::forward::Mix;
-use nq_model::{Dims, LinearKind, ModelConfig, NormKind, VectorKind, find};
+use nq_model::{Dims, LinearKind, ModelConfig, VectorKind, find};
 use nq_runtime::LayerWeights;
 use nq_testkit::models::tiny;
 use std::collections::BTreeMap;
