@@ -226,3 +226,53 @@ fn flags_that_trellises_do_not_go_with_are_refused() {
         stderr(&plain)
     );
 }
+
+/// A model whose residual has several streams, with a table of n-grams: what is not quantized stays as it is, and what is
+/// left out of other formats is refused.
+#[test]
+fn flash_next_is_quantized() {
+    let home = tempfile::tempdir().unwrap();
+    let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+    let config = ModelConfig {
+        mtp_layers: 0,
+        ..config("qwen4exp")
+    };
+    synth::write(&home.path().join("source"), &config, 5, &()).unwrap();
+    for (method, bits, most) in [
+        ("rtn", "8", 1e-4),
+        ("gptq", "8", 1e-4),
+        ("rtn", "4", 1e-2),
+        ("gptq", "4", 1e-2),
+    ] {
+        let name = format!("{method}{bits}");
+        let args = ["quantize", &path("source"), "--out", &path(&name)];
+        let how = ["--method", method, "--bits", bits, "--simple"];
+        let text = ["--calib-tokens", "512", "--eval-tokens", "256"];
+        let command = [&args[..], &how, &text, &["--device", "cpu"]].concat();
+        let planned = report(home.path(), &[&command[..], &["--dry-run"]].concat());
+        let made = report(home.path(), &command);
+        assert_eq!(planned["file_bytes"], made["tensor_bytes"], "{name}");
+        let mean = made["quality"]["kld"]["mean"].as_f64().unwrap();
+        assert!(mean < most, "{name}: {mean:e}");
+        let seen = report(home.path(), &["inspect", &path(&name), "--verify"]);
+        let kept = ["hyper_connection", "indexer", "mlp.gate.weight", "ple."];
+        for tensor in seen["tensors"].as_array().unwrap() {
+            let (name, dtype) = (tensor["name"].as_str().unwrap(), &tensor["dtype"]);
+            if name.ends_with(".weight") && kept.iter().any(|part| name.contains(part)) {
+                assert!(*dtype == "BF16" || *dtype == "F32", "{name}: {dtype}");
+            }
+        }
+    }
+    let seen = nq(home.path(), &["inspect", &path("rtn8")]);
+    for part in ["3 streams", "sparse attention", "n-grams"] {
+        assert!(stdout(&seen).contains(part), "{part}: {}", stdout(&seen));
+    }
+    let gguf = path("m.gguf");
+    let refused = nq(home.path(), &["convert", &path("source"), "--out", &gguf]);
+    assert!(!refused.status.success());
+    let said = stderr(&refused);
+    assert!(
+        said.contains("Qwen3.8-Flash-Next in another format"),
+        "{said}"
+    );
+}

@@ -5,6 +5,7 @@ use crate::config::{GenerationDefaults, check_eos};
 use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
+use crate::hyper;
 use crate::left_over::LeftOver;
 use crate::mtp;
 use crate::published::{Form, Published};
@@ -134,13 +135,10 @@ impl Checkpoint {
         self.config.tie_word_embeddings = account::is_tied(store, &self.config, &mut left_over)?;
         self.config.mtp_layers = mtp::stored_layers(store, &self.config, &mut left_over);
         let tower = self.vision.iter().flat_map(VisionConfig::parameters);
-        let tower: Vec<String> = tower.map(|p| p.name).collect();
-        left_over.extend(account::tensors(
-            store,
-            &self.config,
-            &tower,
-            &self.files.root(),
-        )?);
+        let mut others: Vec<String> = tower.map(|p| p.name).collect();
+        let root = self.files.root();
+        others.extend(hyper::check_integers(store, &self.config, &root)?);
+        left_over.extend(account::tensors(store, &self.config, &others, &root)?);
         self.left_over = left_over;
         Ok(self)
     }

@@ -91,6 +91,9 @@ fn shape(
         },
         experts,
         delta: obj.delta(architecture, layers)?,
+        hyper: obj.hyper(architecture)?,
+        indexer: obj.indexer(architecture)?,
+        ngrams: obj.ngrams(architecture, layers)?,
         num_hidden_layers: layers,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
@@ -108,6 +111,7 @@ fn shape(
         dtype: within_dtype.or(dtype),
     };
     check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
+    obj.check_streams(&cfg)?;
     if !heads.is_multiple_of(kv_heads) {
         return Err(obj.bad(
             "num_attention_heads",
@@ -127,8 +131,11 @@ fn shape(
         .sum()
     };
     let largest = architecture.kinds.iter().map(layer).max().unwrap_or(0);
+    let tables = cfg.ngrams.iter().flat_map(|n| n.parameters());
+    let tables: u128 = tables.map(|(_, shape)| shape.elements() as u128).sum();
     let total = largest * cfg.num_hidden_layers as u128
-        + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
+        + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128
+        + tables;
     if total > MAX_PARAMETERS {
         return Err(obj.bad(
             "the model's dimensions",
@@ -242,7 +249,7 @@ impl Object<'_> {
     }
 
     /// Token ids given as a number or a list of numbers.
-    fn ids(&self, key: &str) -> Result<Vec<u32>> {
+    pub(crate) fn ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         let read = |v: &Value| match v {
             Value::Array(a) => a.iter().map(id).collect(),
@@ -333,8 +340,10 @@ impl Object<'_> {
             return Err(self.unsupported(format!("hidden_act {act}"), &why));
         }
         // Of recurrences: the gates of attention are sigmoids in every model.
-        let gate = self.str("output_gate_type")?;
-        if let Some(gate) = gate.filter(|g| !["silu", "swish"].contains(&g.as_str())) {
+        if !architecture.has_delta()
+            && let Some(gate) = self.str("output_gate_type")?
+            && !["silu", "swish"].contains(&gate.as_str())
+        {
             let why = "nq gates the output of recurrences by silu";
             return Err(self.unsupported(format!("output_gate_type {gate}"), why));
         }

@@ -43,6 +43,10 @@ impl WeightStore for DenseStore {
         self.shards.floats(name, shape)
     }
 
+    fn integers(&self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        self.shards.integers(name, len)
+    }
+
     fn sources(&self, name: &str) -> Vec<String> {
         match self.shards.contains(name) {
             true => vec![name.into()], // the tensor of all experts of a layer

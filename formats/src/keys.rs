@@ -3,7 +3,7 @@
 
 use crate::left_over::LeftOver;
 use Gguf::{May, Must, No};
-use nq_model::{Architecture, DType, ModelConfig, RopeScaling};
+use nq_model::{Architecture, DType, ModelConfig, OutputGate, RopeScaling};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -49,6 +49,7 @@ const ALL: Models = |_| true;
 const MIXTURES: Models = |a| a.router().is_some();
 const SHARING: Models = Architecture::shares_expert;
 const HYBRIDS: Models = Architecture::has_delta;
+const STREAMS: Models = Architecture::has_streams;
 
 type Written = fn(&ModelConfig) -> Option<Value>;
 const NOT: Written = |_| None;
@@ -95,7 +96,24 @@ pub(crate) const CONFIG: &[ConfigKey] = &[
     key("linear_num_value_heads", Must("ssm.time_step_rank"), HYBRIDS, |c| some(c.delta?.value_heads), "hybrids: value heads of a recurrence"),
     key("", May("ssm.inner_size"), HYBRIDS, |c| some(c.delta?.values()), ""),
     key(VALUE_HEADS, No, HYBRIDS, |c| c.delta?.tiled.then(|| TILED.into()), "hybrids: `tiled` if value head h has key head h modulo their number, as in GGUF (a key of nq)"),
-    key("output_gate_type", No, HYBRIDS, NOT, "hybrids: other gates of a recurrence's output than `silu`, which is `swish` too, are refused"),
+    key("output_gate_type", No, HYBRIDS, gate, "hybrids: the gate of a recurrence's output, `silu` (`swish`) or in Qwen3.8-Flash-Next `sigmoid`; others are refused"),
+    key("hc_count", No, STREAMS, |c| some(c.hyper?.streams), "Qwen3.8-Flash-Next: streams of the residual"),
+    key("hc_lowrank", No, STREAMS, |c| some(c.hyper?.rank), "Qwen3.8-Flash-Next: width between the matrices by which streams are weighed"),
+    key("indexer_n_heads", No, STREAMS, |c| some(c.indexer?.heads), "Qwen3.8-Flash-Next: query heads of the indexer"),
+    key("indexer_kv_heads", No, STREAMS, |c| c.indexer.and(some(1)), "Qwen3.8-Flash-Next: other numbers of its key heads than 1 are refused"),
+    key("indexer_head_dim", No, STREAMS, |c| some(c.indexer?.head_dim), "Qwen3.8-Flash-Next: width of its heads"),
+    key("indexer_budget", No, STREAMS, |c| some(c.indexer?.budget), "Qwen3.8-Flash-Next: positions that it chooses, in whole blocks"),
+    key("indexer_compress_ratio", No, STREAMS, |c| some(c.indexer?.block), "Qwen3.8-Flash-Next: positions of a block"),
+    key("ple_layer_ids", No, STREAMS, |c| some(c.ngrams.as_ref()?.layers.iter().map(|l| l + 1).collect::<Vec<_>>()), "Qwen3.8-Flash-Next: layers with a table of n-grams, from 1"),
+    key("ple_embed_dim", No, STREAMS, |c| some(c.ngrams.as_ref()?.width), "Qwen3.8-Flash-Next: width of a token's rows of a table together; `hidden_size` if absent"),
+    key("ple_conv_kernel_size", No, STREAMS, |c| some(c.ngrams.as_ref()?.taps), "Qwen3.8-Flash-Next: inputs of the convolution over them; 4 if absent"),
+    key("ple_embedding_dtype", No, STREAMS, NOT, "Qwen3.8-Flash-Next: tables of other types than `bfloat16`, `float16` and `float32` are refused"),
+    key("ngram_size", No, STREAMS, |c| some(c.ngrams.as_ref()?.longest), "Qwen3.8-Flash-Next: tokens of the longest n-gram; 3 if absent"),
+    key("heads_per_ngram", No, STREAMS, |c| some(c.ngrams.as_ref()?.heads_per_length), "Qwen3.8-Flash-Next: rows for n-grams of a length; 8 if absent"),
+    key("ngram_vocab_size_base", No, STREAMS, |c| some(c.ngrams.as_ref()?.least_rows), "Qwen3.8-Flash-Next: tables have as many rows for each head as the next primes from it on; 20000000 if absent"),
+    key("make_ngram_vocab_size_divisible_by", No, STREAMS, |c| some(c.ngrams.as_ref()?.multiple), "Qwen3.8-Flash-Next: what the rows of a table are filled up to a multiple of; 128 if absent"),
+    key("split_ngram_parts", No, STREAMS, |c| some(c.ngrams.as_ref()?.parts), "Qwen3.8-Flash-Next: tensors of a table, of equally many rows; 512 if absent"),
+    key("seed", No, STREAMS, |c| some(c.ngrams.as_ref()?.seed), "Qwen3.8-Flash-Next: seed of the factors of n-grams; 1234 if absent"),
     key("rms_norm_eps", No, ALL, epsilon, "epsilon of the norms; 1e-6 if absent"),
     key("rope_theta", No, ALL, |c| Some(number(c.rope.theta)), "base of the rotary frequencies"),
     key("rope_parameters", No, ALL, NOT, "the same, and how they are stretched"),
@@ -130,11 +148,28 @@ fn dtype(c: &ModelConfig) -> &'static str {
     }
 }
 
+/// The gate of a recurrence's output, where an architecture has several.
+fn gate(c: &ModelConfig) -> Option<Value> {
+    let gate = c.delta.filter(|_| c.architecture.sigmoid_gates)?.gate;
+    some(match gate {
+        OutputGate::Silu => "silu",
+        OutputGate::Sigmoid => "sigmoid",
+    })
+}
+
 fn ends(c: &ModelConfig) -> Option<Value> {
-    Some(match c.eos_token_ids.as_slice() {
+    // N-grams do not reach across the first.
+    let first = c.ngrams.as_ref().map(|n| n.end);
+    let others = c
+        .eos_token_ids
+        .iter()
+        .copied()
+        .filter(|&id| Some(id) != first);
+    let ids: Vec<u32> = first.into_iter().chain(others).collect();
+    Some(match ids.as_slice() {
         [] => Value::Null,
         [one] => (*one).into(),
-        ids => ids.into(),
+        ids => ids.to_vec().into(),
     })
 }
 

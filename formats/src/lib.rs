@@ -38,6 +38,7 @@ pub mod files;
 pub mod gguf;
 pub mod hash;
 pub mod hub;
+mod hyper;
 pub mod import;
 pub mod keys;
 pub mod left_over;

@@ -33,6 +33,10 @@ impl Object<'_> {
                 format!("config.json: {LAYERS_KEY} {layers}"),
                 why,
             ));
+        } else if layers == 1 && architecture.has_streams() {
+            let why = "nq does not draft with a layer that reads several streams, and runs the model without it";
+            self.note(LeftOver::new(format!("config.json: {LAYERS_KEY} 1"), why));
+            return Ok(0);
         } else if layers == 1 && dedicated {
             let why = "nq drafts with the model's embedding and head, and without this layer";
             self.note(LeftOver::new(format!("config.json: {DEDICATED} true"), why));

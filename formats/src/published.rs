@@ -25,6 +25,7 @@ pub(crate) struct Published {
     inner: Box<dyn WeightStore>,
     architecture: &'static Architecture,
     delta: Delta,
+    ngram_taps: usize,
     form: Form,
     root: PathBuf,
 }
@@ -50,6 +51,7 @@ impl Published {
                 architecture: config.architecture,
                 inner,
                 delta,
+                ngram_taps: config.ngrams.as_ref().map_or(1, |n| n.taps),
                 form,
                 root,
             }),
@@ -142,9 +144,13 @@ impl Overlay for Published {
             Form::HuggingFace if is_less_one(self.architecture, name) => {
                 self.changed(name, len, |v| Some(1.0 + v))
             }
-            Form::HuggingFace if kind == Some(VectorKind::Conv) => {
+            Form::HuggingFace if matches!(kind, Some(VectorKind::Conv | VectorKind::NgramConv)) => {
                 // A convolution over channels apart: one input channel for each output channel.
-                let shape = [self.delta.channels(), 1, self.delta.conv];
+                let taps = match kind {
+                    Some(VectorKind::NgramConv) => self.ngram_taps,
+                    _ => self.delta.conv,
+                };
+                let shape = [len / taps, 1, taps];
                 match self.inner.tensor(&tensor_name(name), &shape)? {
                     None => self.inner.vector(name, len), // says that there is none
                     Some(t) => Tensor::new(t.dtype(), vec![len], t.data().clone()),

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::keys::{TILED, VALUE_HEADS};
 use crate::object::Object;
-use nq_model::{Architecture, Delta};
+use nq_model::{Architecture, Delta, OutputGate};
 
 /// More heads of a recurrence, wider ones or a longer convolution than this are rejected.
 const MAX_HEADS: usize = 1 << 12;
@@ -42,14 +42,36 @@ impl Object<'_> {
             key_dim: bounded("linear_key_head_dim")?,
             value_dim: bounded("linear_value_head_dim")?,
             conv: bounded("linear_conv_kernel_dim")?,
-            interval: self.interval(layers)?,
+            interval: self.interval(architecture, layers)?,
             tiled,
+            gate: self.output_gate(architecture)?,
         }))
+    }
+
+    /// What the output of recurrences is multiplied by.
+    fn output_gate(&self, architecture: &Architecture) -> Result<OutputGate> {
+        const KEY: &str = "output_gate_type";
+        match self.str(KEY)?.as_deref() {
+            None | Some("silu" | "swish") => Ok(OutputGate::Silu),
+            Some("sigmoid") if architecture.sigmoid_gates => Ok(OutputGate::Sigmoid),
+            Some(other) => {
+                let sigmoid = if architecture.sigmoid_gates {
+                    " or sigmoid"
+                } else {
+                    ""
+                };
+                let why = format!(
+                    "nq gates the output of recurrences of {} by silu{sigmoid}",
+                    architecture.family
+                );
+                Err(self.unsupported(format!("{KEY} {other}"), &why))
+            }
+        }
     }
 
     /// Every how many layers one has attention, of `layers`: `full_attention_interval`, or what
     /// `layer_types` lists.
-    fn interval(&self, layers: usize) -> Result<usize> {
+    fn interval(&self, architecture: &Architecture, layers: usize) -> Result<usize> {
         const INTERVAL: &str = "full_attention_interval";
         let given = match self.get(INTERVAL) {
             None => None,
@@ -59,7 +81,9 @@ impl Object<'_> {
         if types.is_empty() {
             return Ok(given.unwrap_or(4));
         }
-        let full = |t: &String| t == "full_attention";
+        // As transformers saves configurations of models whose attention has an indexer.
+        let indexed = architecture.kinds.iter().any(|k| k.indexer().is_some());
+        let full = |t: &String| t == "full_attention" || indexed && t == "indexed_attention";
         if types.len() != layers {
             let expected = format!("{layers} layers, as num_hidden_layers says");
             return Err(self.bad("layer_types", expected, types.len().to_string()));

@@ -68,6 +68,13 @@ impl Shard {
                 found: self.rank.to_string(),
             });
         }
+        if c.hyper.is_some() {
+            return Err(Error::Weight {
+                what: "part of a model",
+                expected: "a residual of one stream".into(),
+                found: format!("{} of {}", c.streams(), c.architecture.family),
+            });
+        }
         if let Some(layers) = &self.layers {
             return self.stage(layers, c);
         }
@@ -236,9 +243,18 @@ impl Shard {
             [of_keys(0), of_keys(d.keys()), values].concat()
         };
         match width {
-            Width::Hidden | Width::Head | Width::Experts | Width::One | Width::DeltaHead => {
-                all_of(all)
-            }
+            Width::Hidden
+            | Width::Head
+            | Width::Experts
+            | Width::One
+            | Width::DeltaHead
+            | Width::Stream
+            | Width::Streams
+            | Width::MixRank
+            | Width::IndexHeads
+            | Width::IndexHead
+            | Width::Ngrams
+            | Width::NgramTaps => all_of(all),
             Width::Heads
             | Width::KvHeads
             | Width::GatedHeads

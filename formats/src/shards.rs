@@ -156,6 +156,19 @@ impl Shards {
         }
     }
 
+    /// The 64-bit integers in the tensor with exactly this name, if any, which must have `len` of them.
+    ///
+    /// # Errors
+    /// Errors of [`Shards::require`], except that it is absent.
+    pub(crate) fn integers(&self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        if !self.contains(name) {
+            return Ok(None);
+        }
+        let tensor = self.require(name, &[DType::I64], &[len])?;
+        let (all, _) = tensor.data().as_chunks::<8>();
+        Ok(Some(all.iter().map(|&b| i64::from_le_bytes(b)).collect()))
+    }
+
     /// Lets the head's weight, if there is no embedding, be the embedding, for a model in which they are the
     /// same: files may keep the one weight under either name.
     pub(crate) fn tie(&mut self) {

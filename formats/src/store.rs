@@ -67,6 +67,15 @@ pub trait WeightStore: Send + Sync {
         Ok(None)
     }
 
+    /// The 64-bit integers in the tensor with exactly this name, if any, which must have `len` of them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] if it has another type or shape.
+    fn integers(&self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        let _ = (name, len);
+        Ok(None)
+    }
+
     /// The weights of the experts of a layer, those of each below those of the one before it, if the files keep them in
     /// one tensor `[experts, out, in]` of this name, with or without scales beside it; `exactly`: with values as they
     /// are stored, otherwise as kernels hold them.
@@ -177,6 +186,7 @@ overlay! {
     scheme_in_levels(name: &str) -> Option<Scheme> = |s| s.scheme(name);
     scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
     tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);
+    integers(name: &str, len: usize) -> Result<Option<Vec<i64>>> = |s| s.inner().integers(name, len);
     experts(name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> = |s| {
         s.inner().experts(name, shape, exactly)
     };

@@ -110,6 +110,10 @@ fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Sh
 pub(crate) fn stored_shape(name: &str, shape: Shape, config: &ModelConfig) -> Vec<usize> {
     match (layer_vector(name).map(|v| v.kind), config.delta) {
         (Some(VectorKind::Conv), Some(delta)) => vec![delta.channels(), 1, delta.conv],
+        (Some(VectorKind::NgramConv), _) => {
+            let taps = config.ngrams.as_ref().map_or(1, |n| n.taps);
+            vec![shape.elements() / taps, 1, taps]
+        }
         _ => shape.dims(),
     }
 }
@@ -353,7 +357,7 @@ enum Distribution {
     Gain,
     /// Gains of a norm less 1.
     GainLessOne,
-    /// A vector of a recurrence.
+    /// A vector of a recurrence, or of a table of n-grams.
     Recurrence(VectorKind),
 }
 
@@ -485,7 +489,7 @@ impl RandomStream {
                 Distribution::Weight => &WEIGHTS,
                 Distribution::Gain => &GAINS,
                 Distribution::GainLessOne => &LESS_ONE,
-                Distribution::Recurrence(VectorKind::Conv) => &CONVS,
+                Distribution::Recurrence(VectorKind::Conv | VectorKind::NgramConv) => &CONVS,
                 Distribution::Recurrence(VectorKind::Decay) => &DECAYS,
                 Distribution::Recurrence(VectorKind::TimeStep) => &TIME_STEPS,
             },

@@ -50,6 +50,11 @@ pub(crate) fn read(
     if config.architecture.also.is_empty() || !store.contains(PATCH_EMBED) {
         return Ok(None);
     }
+    if config.hyper.is_some() {
+        let why = "nq reads text alone with models whose residual has several streams";
+        left.push(LeftOver::new("config.json: vision_config", why));
+        return Ok(None);
+    }
     let (path, json) = (files.path(CONFIG), files.require(CONFIG)?);
     let whole = Object::parse(&path, &json)?;
     let mut tokens = [0; 3];

@@ -8,6 +8,7 @@ mod destination;
 mod experts;
 mod export_folders;
 mod export_hybrids;
+mod flash_next;
 mod fused_experts;
 mod fuzz_smoke;
 mod gguf_blocks;

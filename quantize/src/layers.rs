@@ -9,8 +9,9 @@ use crate::rounding::{self, Rounding};
 use crate::schemes::LayerSchemes;
 use crate::second_order::{InputStats, LayerStats};
 use nq_formats::{Progress, Scheme, Tensor, Weight};
-use nq_kernels::{Routes, reference};
+use nq_kernels::Routes;
 use nq_model::{InputSource, LinearSpec, ModelConfig, Product};
+use nq_runtime::models::Ending;
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
 /// Share of the diagonal's mean that is added to the moments of a tied head's inputs, since the
@@ -295,23 +296,19 @@ impl Stack<'_> {
 /// Statistics of the head's inputs: of the final norm's output over the residual stream
 /// `x` `[rows, hidden]`. `looked_up` times the mean of the diagonal is added to it.
 pub(crate) fn head_inputs(
+    config: &ModelConfig,
+    ending: &Ending,
     x: &[f32],
-    norm: &[f32],
-    eps: f32,
     needs: Needs,
     looked_up: f32,
-) -> InputStats {
+) -> Result<InputStats> {
     const ROWS: usize = 256;
-    let n = norm.len();
-    let mut moments = Moments::new(n, needs == Needs::Hessian);
-    let mut normed = vec![0.0; ROWS * n];
-    for x in x.chunks(ROWS * n) {
-        let y = &mut normed[..x.len()];
-        reference::rms_norm(x, norm, eps, y);
-        moments.add(y);
+    let mut moments = Moments::new(config.hidden_size, needs == Needs::Hessian);
+    for x in x.chunks(ROWS * config.stream_width()) {
+        moments.add(&ending.apply(config, x)?);
     }
     moments.raise(looked_up);
-    moments.into()
+    Ok(moments.into())
 }
 
 /// Runs `weights` over `hidden`, which is not changed, and gathers statistics of products' inputs.

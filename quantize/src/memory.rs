@@ -175,7 +175,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let values: usize = linears.iter().map(|l| l.elements(c)).sum();
     let layer = dtype.size() * values;
     let rounded = |name: &str, dims| work.schemes.kind(name, dtype).bytes(dims);
-    let _stream = a.hold(4 * work.calibration * c.hidden_size);
+    let _stream = a.hold(4 * work.calibration * c.stream_width());
 
     // The embedding or head as read and as written. With moments, also a piece in f32, its
     // codes, its errors and their product with the moments, besides the moments and their factor.

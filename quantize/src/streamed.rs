@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::layers::RowProgress;
 use nq_formats::{Progress, Unit, Weight, WeightStore};
 use nq_model::ModelConfig;
-use nq_runtime::models;
+use nq_runtime::models::{self, Ending};
 use nq_runtime::{
     Chunk, Engine, EngineDescription, Error as RuntimeError, Head, Hidden, LayerStepper,
     LayerWeights, Logits, Observer, Session, SessionSpec,
@@ -25,7 +25,7 @@ pub struct Streamed {
 struct Inner {
     config: ModelConfig,
     texts: Vec<Vec<u32>>,
-    hidden: Vec<f32>, // [tokens of all texts, hidden], after the last layer
+    hidden: Vec<f32>, // [tokens of all texts, hidden], or with streams between, after the last layer
     head: Mutex<Box<dyn Head>>,
 }
 
@@ -43,7 +43,7 @@ impl Streamed {
     ) -> Result<Self> {
         let config = stepper.config().clone();
         let embedding = models::embedding(store, &config)?;
-        let mut stream = Hidden::embed(&embedding, texts)?;
+        let mut stream = Hidden::embed(&embedding, texts, config.streams())?;
         let tokens: usize = stream.lengths.iter().sum();
         let layers = config.num_hidden_layers;
         let total = (tokens * layers) as u64;
@@ -51,7 +51,7 @@ impl Streamed {
         for index in 0..layers {
             let weights = LayerWeights::read(store, &config, index)?;
             let mut pass = RowProgress {
-                width: config.hidden_size,
+                width: config.stream_width(),
                 progress,
             };
             stepper.layer(index, &weights, &mut stream, &mut pass)?;
@@ -63,8 +63,8 @@ impl Streamed {
         } else {
             models::head(store, &config)?
         };
-        let norm = models::final_norm(store, &config)?;
-        let opened = stepper.open_head(&norm, &head, ROWS)?;
+        let ending = Ending::read(store, &config)?;
+        let opened = stepper.open_head(&ending, &head, ROWS)?;
         embedding.release();
         Ok(Streamed {
             description: EngineDescription {
@@ -136,7 +136,7 @@ impl StreamedSession {
 
     /// Appends the logits of `rows` of the stream to those on the host.
     fn push_logits(&mut self, rows: std::ops::Range<usize>) -> nq_runtime::Result<()> {
-        let h = self.inner.config.hidden_size;
+        let h = self.inner.config.stream_width();
         let mut head = (self.inner.head.lock()).unwrap_or_else(PoisonError::into_inner);
         let hidden = &self.inner.hidden[rows.start * h..rows.end * h];
         for rows in hidden.chunks(ROWS * h) {

@@ -161,6 +161,16 @@ impl Error {
         }
     }
 
+    /// The error for a model whose residual has several streams on an engine that has no kernels for them.
+    pub fn no_streams(engine: &'static str) -> Self {
+        Error::Unsupported {
+            engine,
+            what: "layers with several residual streams (hyper-connections)",
+            expected: "the CPU, which has kernels for them (--device cpu)".into(),
+            found: "another device".into(),
+        }
+    }
+
     /// The error for adapters beside a model's weights on a device that computes merged ones only.
     pub fn no_adapters(device: &str) -> Self {
         Error::Unsupported {

@@ -23,6 +23,7 @@ pub mod images;
 pub mod interface;
 pub mod kv;
 pub mod models;
+pub mod ngrams;
 pub mod rerank;
 pub mod rope;
 pub mod sampler;

@@ -1,12 +1,15 @@
 //! A model's weights in canonical form, read from a store as listed by its architecture.
 
 use crate::error::Result;
+use crate::ngrams::NgramRows;
 use nq_formats::{Tensor, Weight, WeightStore};
+use nq_kernels::reference;
 use nq_model::forward::VectorSpec;
-use nq_model::names::{self, EMBEDDING, NORM};
+use nq_model::names::{self, EMBEDDING, NORM, Shape};
 use nq_model::{
     Dims, LayerSpec, LinearKind, LinearSpec, ModelConfig, NormKind, Product, VectorKind,
 };
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// The canonical weights of one layer.
@@ -22,6 +25,8 @@ pub struct LayerWeights {
     pub biases: BTreeMap<LinearKind, Tensor>,
     /// Its other vectors.
     pub vectors: BTreeMap<VectorKind, Tensor>,
+    /// Its table of n-grams, if it has one, as it lies in the source's files.
+    pub table: Option<NgramRows>,
 }
 
 impl LayerWeights {
@@ -30,11 +35,13 @@ impl LayerWeights {
     /// # Errors
     /// A missing tensor, or one whose shape does not match the config.
     pub fn read(store: &dyn WeightStore, config: &ModelConfig, index: usize) -> Result<Self> {
-        Self::collect(
+        let mut weights = Self::collect::<crate::Error>(
             config.layer(index),
             |linear| Ok(store.matrix(&linear.name(index), linear.dims(config))?),
             |vector| Ok(store.vector(&vector.name(index), vector.len(config))?),
-        )
+        )?;
+        weights.table = NgramRows::open(store, config, index)?;
+        Ok(weights)
     }
 
     /// As [`LayerWeights::read`], with matrices of [`WeightStore::matrix_in_levels`].
@@ -54,7 +61,7 @@ impl LayerWeights {
         )
     }
 
-    /// Collects the results of `linear` and `vector` for all parts of the layer.
+    /// Collects the results of `linear` and `vector` for all parts of the layer but a table of n-grams.
     ///
     /// # Errors
     /// The first error that either returns.
@@ -78,6 +85,7 @@ impl LayerWeights {
             vectors: (spec.vectors().into_iter())
                 .map(|v| Ok((v.kind, vector(VectorSpec::Row(v))?)))
                 .collect::<Result<_, E>>()?,
+            table: None,
         })
     }
 
@@ -133,4 +141,80 @@ pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
 /// Reads the final norm `[hidden]`.
 pub fn final_norm(store: &dyn WeightStore, config: &ModelConfig) -> Result<Tensor> {
     Ok(store.vector(NORM, config.hidden_size)?)
+}
+
+/// What stands between the last layer and the head: the final norm, and in a residual of several streams what weighs these
+/// ([`nq_model::HyperSpec`]).
+#[derive(Clone, Debug)]
+pub struct Ending {
+    /// Gains of the norm: `[hidden]`, or `[streams, hidden]`.
+    pub norm: Tensor,
+    /// The two matrices by which streams are weighed, `[rank, streams hidden]` and `[streams hidden, rank]`; `None` if there
+    /// is one stream.
+    pub mix: Option<[Weight; 2]>,
+}
+
+impl Ending {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// A missing tensor, or one whose shape does not match the config.
+    pub fn read(store: &dyn WeightStore, c: &ModelConfig) -> Result<Self> {
+        let mut norm = None;
+        let mut mix = Vec::new();
+        for (name, shape) in names::end_parameters(c) {
+            match shape {
+                Shape::Vector(len) => norm = Some(store.vector(&name, len)?),
+                Shape::Matrix(rows, cols) => mix.push(store.matrix(&name, Dims::new(rows, cols))?),
+            }
+        }
+        Ok(Ending {
+            norm: norm.expect("every model has a final norm"),
+            mix: mix.try_into().ok(),
+        })
+    }
+
+    /// Computes on the host what the head reads of rows `x` `[rows, streams hidden]` of the last layer's output:
+    /// `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// A type of weight that has no values.
+    pub fn apply(&self, c: &ModelConfig, x: &[f32]) -> Result<Vec<f32>> {
+        let gains = self.norm.to_f32()?;
+        let (h, streams, eps) = (c.hidden_size, c.streams(), c.rms_norm_eps);
+        let mut normed = vec![0.0; x.len()];
+        let values = normed.par_chunks_mut(h).zip(x.par_chunks(h)).enumerate();
+        values.for_each(|(i, (y, x))| {
+            reference::rms_norm(x, &gains[i % streams * h..][..h], eps, y);
+        });
+        let Some([down, up]) = &self.mix else {
+            return Ok(normed);
+        };
+        let (down, up) = (values_of(down)?, values_of(up)?);
+        let mut out = vec![0.0; x.len() / streams];
+        let rows = out.par_chunks_mut(h).zip(normed.par_chunks(streams * h));
+        rows.for_each(|(y, n)| {
+            let product = |w: &[f32], x: &[f32]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f32>();
+            let low = down.chunks_exact(n.len()).map(|w| {
+                let v = product(w, n) / streams as f32;
+                v / (1.0 + (-v).exp())
+            });
+            let low: Vec<f32> = low.collect();
+            for (i, (w, n)) in up.chunks_exact(low.len()).zip(n).enumerate() {
+                let gate = 1.0 / (1.0 + (-product(w, &low)).exp());
+                y[i % h] += gate * n / streams as f32;
+            }
+        });
+        Ok(out)
+    }
+}
+
+/// All values of a weight, row by row.
+fn values_of(w: &Weight) -> Result<Vec<f32>> {
+    let Dims { rows, cols } = w.dims();
+    let mut values = vec![0.0; rows * cols];
+    for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+        w.dequantize_row(row, values)?;
+    }
+    Ok(values)
 }

@@ -4,8 +4,8 @@
 use crate::checks::{check_finite, check_tokens};
 use crate::error::{Error, Result};
 use crate::interface::Observer;
-use crate::models::LayerWeights;
-use nq_formats::{Tensor, Weight};
+use crate::models::{Ending, LayerWeights};
+use nq_formats::Weight;
 use nq_kernels::second_order::DeviceMoments;
 use nq_model::ModelConfig;
 use rayon::prelude::*;
@@ -15,38 +15,47 @@ use std::sync::Arc;
 /// The residual stream of a set of whole sequences, kept between layers.
 #[derive(Clone, Debug, Default)]
 pub struct Hidden {
-    /// `[rows, hidden]`: one sequence after another.
+    /// `[rows, hidden]`: one sequence after another; with several streams `[rows, streams, hidden]`.
     pub data: Vec<f32>,
     /// Tokens of each sequence, in order.
     pub lengths: Vec<usize>,
+    /// The tokens of all rows, for layers with a table of n-grams.
+    pub tokens: Vec<u32>,
 }
 
 impl Hidden {
-    /// Looks up `sequences` of token ids in the embedding `[vocab, hidden]`.
+    /// Looks up `sequences` of token ids in the embedding `[vocab, hidden]`, which each of so many streams begins with.
     ///
     /// # Errors
     /// [`Error::Request`] for a token id past the vocabulary.
-    pub fn embed(embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Self> {
+    pub fn embed(embedding: &Weight, sequences: &[Vec<u32>], streams: usize) -> Result<Self> {
         let (vocab, width) = embedding.dims().pair();
         let tokens = sequences.concat();
         check_tokens(&tokens, vocab)?;
-        let mut data = vec![0.0; tokens.len() * width];
-        data.par_chunks_mut(width)
+        let mut data = vec![0.0; tokens.len() * streams * width];
+        data.par_chunks_mut(streams * width)
             .zip(&tokens)
-            .try_for_each(|(row, &token)| embedding.dequantize_row(token as usize, row))?;
+            .try_for_each(|(row, &token)| {
+                let (first, others) = row.split_at_mut(width);
+                embedding.dequantize_row(token as usize, first)?;
+                let others = others.chunks_exact_mut(width);
+                others.for_each(|other| other.copy_from_slice(first));
+                Ok::<_, Error>(())
+            })?;
         Ok(Hidden {
             data,
             lengths: sequences.iter().map(Vec::len).collect(),
+            tokens,
         })
     }
 
-    /// Checks that the stream has the number of rows given by its lengths, each of `width` values.
+    /// Checks that the stream has the number of rows given by its lengths, each of a token and `width` values.
     ///
     /// # Errors
     /// [`Error::Request`] if it does not.
     pub fn check(&self, width: usize) -> Result<()> {
         let rows: usize = self.lengths.iter().sum();
-        if self.data.len() == rows * width {
+        if self.data.len() == rows * width && self.tokens.len() == rows {
             return Ok(());
         }
         Err(Error::Request {
@@ -124,19 +133,19 @@ pub trait LayerStepper: Send {
     ///
     /// # Errors
     /// A weight no kernel serves; too little memory.
-    fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
+    fn open_head(&mut self, ending: &Ending, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
     fn head(
         &mut self,
-        norm: &Tensor,
+        ending: &Ending,
         head: &Weight,
         hidden: &Hidden,
         rows: Range<usize>,
     ) -> Result<Vec<f32>> {
-        let h = self.config().hidden_size;
+        let h = self.config().stream_width();
         hidden.check_rows(h, &rows)?;
-        let mut head = self.open_head(norm, head, rows.len())?;
+        let mut head = self.open_head(ending, head, rows.len())?;
         Ok(head
             .logits(&hidden.data[rows.start * h..rows.end * h])?
             .to_vec())
@@ -178,11 +187,11 @@ pub trait LayerDevice: Send {
     /// A weight that no kernel serves; no memory for it.
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Self::Layer>;
 
-    /// Runs `layer` over `x`, the rows of `piece`, in place.
+    /// Runs `layer` over `x`, the rows of `piece` with these `tokens`, in place.
     fn run(
         &mut self,
         layer: &Self::Layer,
-        piece: &LayerPiece,
+        piece: (&LayerPiece, &[u32]),
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()>;
@@ -198,8 +207,8 @@ pub trait LayerDevice: Send {
         Ok(None)
     }
 
-    /// Packs the final norm `[hidden]` and the head `[vocab, hidden]`, for up to `rows` rows at once.
-    fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
+    /// Packs the final norm and the head `[vocab, hidden]`, for up to `rows` rows at once.
+    fn head(&mut self, ending: &Ending, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 }
 
 /// Rules for cutting the rows of a stream into pieces.
@@ -263,7 +272,7 @@ pub struct Stepper<D>(pub D);
 impl<D: LayerDevice> Stepper<D> {
     /// Cuts the stream into pieces and makes room for each.
     fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<LayerPiece>> {
-        hidden.check(self.0.config().hidden_size)?;
+        hidden.check(self.0.config().stream_width())?;
         let pieces = plan(&hidden.lengths, self.0.cut());
         self.0.reserve(&pieces)?;
         Ok(pieces)
@@ -272,7 +281,7 @@ impl<D: LayerDevice> Stepper<D> {
     fn run(
         &mut self,
         (index, layer): (usize, &D::Layer),
-        piece: &LayerPiece,
+        piece: (&LayerPiece, &[u32]),
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {
@@ -297,10 +306,11 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
         hidden: &mut Hidden,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let (h, pieces) = (self.config().hidden_size, self.pieces(hidden)?);
+        let (h, pieces) = (self.config().stream_width(), self.pieces(hidden)?);
         let layer = self.0.pack(index, weights)?;
         pieces.iter().try_for_each(|piece| {
             let x = &mut hidden.data[piece.values(h)];
+            let piece = (piece, &hidden.tokens[piece.values(1)]);
             self.run((index, &layer), piece, x, observer)
         })
     }
@@ -312,12 +322,13 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
         hidden: &Hidden,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let (h, pieces) = (self.config().hidden_size, self.pieces(hidden)?);
+        let (h, pieces) = (self.config().stream_width(), self.pieces(hidden)?);
         let layer = self.0.pack(index, weights)?;
         let mut copy = Vec::new();
         pieces.iter().try_for_each(|piece| {
             copy.clear();
             copy.extend_from_slice(&hidden.data[piece.values(h)]);
+            let piece = (piece, &hidden.tokens[piece.values(1)]);
             self.run((index, &layer), piece, &mut copy, observer)
         })
     }
@@ -333,8 +344,8 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
         self.0.moments((index, weights), hidden, &pieces, observer)
     }
 
-    fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
-        self.0.head(norm, head, rows)
+    fn open_head(&mut self, ending: &Ending, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
+        self.0.head(ending, head, rows)
     }
 }
 

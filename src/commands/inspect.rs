@@ -207,6 +207,35 @@ fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> TensorRow {
     }
 }
 
+/// The parts that only models with several residual streams have.
+fn describe_streams(out: &mut String, c: &nq_model::ModelConfig) -> fmt::Result {
+    if let Some(h) = c.hyper {
+        let (streams, rank) = (h.streams, h.rank);
+        writeln!(
+            out,
+            "  residual         {streams} streams, weighed by matrices of rank {rank}"
+        )?;
+    }
+    if let Some(i) = c.indexer {
+        writeln!(
+            out,
+            "  sparse attention to {} positions in blocks of {}, chosen by {} heads of {}",
+            i.budget, i.block, i.heads, i.head_dim
+        )?;
+    }
+    if let Some(n) = &c.ngrams {
+        let layers: Vec<String> = n.layers.iter().map(usize::to_string).collect();
+        let elements: usize = n.parameters().map(|(_, shape)| shape.elements()).sum();
+        writeln!(
+            out,
+            "  n-grams          of up to {} tokens in layers {}; {elements} of the parameters, read by rows",
+            n.longest,
+            layers.join(", ")
+        )?;
+    }
+    Ok(())
+}
+
 /// The report for people.
 fn describe(
     out: &mut String,
@@ -271,6 +300,7 @@ fn describe(
             human_bytes(state_bytes(c) as u64)
         )?;
     }
+    describe_streams(out, c)?;
     if c.mtp_layers > 0 {
         let mtp = c.parameters() - c.trunk_parameters();
         writeln!(

@@ -1,6 +1,9 @@
 //! Shapes of small models of every family.
 
-use nq_model::{Delta, Experts, ModelConfig, Preset, Rope, RopeScaling, find};
+use nq_model::{
+    Delta, Experts, HyperShape, IndexerShape, ModelConfig, NgramTable, OutputGate, Preset, Rope,
+    RopeScaling, find,
+};
 
 /// A model of two layers, of the family that GGUF files call by this name: with experts and recurrences if the family has
 /// them, in sizes that no kernel can take for each other.
@@ -17,6 +20,17 @@ pub fn tiny(gguf: &str) -> ModelConfig {
         intermediate_size: 48,
         experts: architecture.router().map(|_| experts(3, 24, shared)),
         delta: has_delta.then(|| delta(6, 8, 2)),
+        hyper: architecture.has_streams().then_some(HyperShape {
+            streams: 3,
+            rank: 12,
+        }),
+        indexer: architecture.has_streams().then_some(IndexerShape {
+            heads: 2,
+            head_dim: 8,
+            budget: 8,
+            block: 4,
+        }),
+        ngrams: architecture.has_streams().then(|| ngrams(vec![0], 299)),
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
@@ -67,6 +81,23 @@ pub fn delta(value_heads: usize, dim: usize, interval: usize) -> Delta {
         conv: 4,
         interval,
         tiled: false,
+        gate: OutputGate::Silu,
+    }
+}
+
+/// A small table of bigrams and trigrams in each of `layers`, of texts that end with `end`.
+pub fn ngrams(layers: Vec<usize>, end: u32) -> NgramTable {
+    NgramTable {
+        layers,
+        width: 24,
+        taps: 4,
+        longest: 3,
+        heads_per_length: 2,
+        least_rows: 50,
+        multiple: 8,
+        parts: 4,
+        seed: 1234,
+        end,
     }
 }
 

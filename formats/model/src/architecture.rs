@@ -2,6 +2,7 @@
 
 use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{LayerSpec, LinearSpec, Parameter};
+use super::shape::ModelConfig;
 use std::fmt;
 
 /// A family of models with the same kinds of layers.
@@ -20,8 +21,8 @@ pub struct Architecture {
     pub gguf: &'static str,
     /// The kinds of layers that its models have.
     pub kinds: &'static [LayerSpec],
-    /// Which of [`Architecture::kinds`] layer `index` of a model with these recurrences is.
-    pub kind_of: fn(Option<&Delta>, usize) -> usize,
+    /// Which of [`Architecture::kinds`] layer `index` of a model of this shape is.
+    pub kind_of: fn(&ModelConfig, usize) -> usize,
     /// True if `head_dim` may be absent from config.json, and is then `hidden_size / num_attention_heads`.
     pub heads_split_hidden: bool,
     /// Heads are rotated in the first of this many parts, unless a config says otherwise.
@@ -36,6 +37,8 @@ pub struct Architecture {
     /// True if a GGUF file keeps the rows of a head of queries and keys so that the two values that a
     /// rotation turns are neighbours, where the rest of nq has them half a head apart.
     pub gguf_pairs: bool,
+    /// True if a config may say that recurrences gate their output by a sigmoid.
+    pub sigmoid_gates: bool,
     /// True if a GGUF file keeps the value heads of recurrences as [`Delta::tiled`] says.
     pub gguf_tiled: bool,
     /// Its published models.
@@ -44,8 +47,8 @@ pub struct Architecture {
 
 /// The [`Architecture::kind_of`] of models whose kinds of layers are one with a recurrence and one with
 /// attention.
-pub(super) fn hybrid(delta: Option<&Delta>, index: usize) -> usize {
-    let interval = delta.map_or(1, |d| d.interval.max(1));
+pub(super) fn hybrid(c: &ModelConfig, index: usize) -> usize {
+    let interval = c.delta.map_or(1, |d| d.interval.max(1));
     usize::from((index + 1).is_multiple_of(interval))
 }
 
@@ -66,6 +69,7 @@ pub(super) const PLAIN: Architecture = Architecture {
     fused_delta: false,
     mtp_unsaid: false,
     gguf_pairs: false,
+    sigmoid_gates: false,
     gguf_tiled: false,
     presets: &[],
 };
@@ -100,6 +104,12 @@ impl Architecture {
     pub fn shares_expert(&self) -> bool {
         let mut experts = self.kinds.iter().filter_map(LayerSpec::experts);
         experts.any(|(_, e)| e.shared.is_some())
+    }
+
+    /// True if its residual has several streams.
+    pub fn has_streams(&self) -> bool {
+        let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
+        blocks.any(|b| b.hyper.is_some())
     }
 
     /// True if gates stand behind the queries of its attention.

@@ -1,4 +1,5 @@
-//! Dimensions that only some models have: of experts, of recurrences, of stretched rotary embeddings.
+//! Dimensions that only some models have: of experts, of recurrences, of residuals of several streams, of sparse
+//! attention, of stretched rotary embeddings.
 
 /// The experts of each layer of a mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,52 @@ pub struct Delta {
     /// True if value head `h` has key head `h % key_heads`, as in GGUF files; otherwise the value heads of
     /// a key head are neighbours.
     pub tiled: bool,
+    /// By what a head's output is gated (`output_gate_type`).
+    pub gate: OutputGate,
+}
+
+/// The function of `z` that a recurrence's output is multiplied by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OutputGate {
+    /// `z sigmoid(z)`, the usual one.
+    #[default]
+    Silu,
+    /// `sigmoid(z)`.
+    Sigmoid,
+}
+
+/// Hyper-connections (Zhu et al., arXiv 2409.19606): a residual of several streams, each as wide as the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HyperShape {
+    /// Streams of the residual (`hc_count`).
+    pub streams: usize,
+    /// Width between the two matrices by which a block weighs what it reads (`hc_lowrank`).
+    pub rank: usize,
+}
+
+/// Sparse attention: an indexer chooses for each row the blocks of positions that it attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexerShape {
+    /// Heads of its queries (`indexer_n_heads`); there is one head of keys.
+    pub heads: usize,
+    /// Width of a head (`indexer_head_dim`).
+    pub head_dim: usize,
+    /// Positions of the blocks that a row attends to, at most (`indexer_budget`), a multiple of `block`.
+    pub budget: usize,
+    /// Positions of a block (`indexer_compress_ratio`), which share a key.
+    pub block: usize,
+}
+
+impl IndexerShape {
+    /// Blocks that a row attends to, at most.
+    pub fn blocks(&self) -> usize {
+        self.budget / self.block
+    }
+
+    /// Most positions that a row attends to: those of the chosen blocks, and those behind the last whole block.
+    pub fn most_positions(&self) -> usize {
+        self.budget + self.block - 1
+    }
 }
 
 impl Delta {

@@ -2,9 +2,11 @@
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use crate::{
-    AttentionSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec,
-    Product, VectorRow,
+    AttentionSpec, BlockSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, ModelConfig,
+    NormSpec, Product, VectorRow,
 };
+
+pub use crate::streams::{Hyper, Indexer, Ngrams};
 
 /// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
 pub struct Layer<L, N> {
@@ -16,8 +18,10 @@ pub struct Layer<L, N> {
 
 /// A step of a layer: `x += mixer(norm(x))`.
 pub struct Block<L, N> {
-    /// Gains of the norm, `[hidden]`.
+    /// Gains of the norm, `[hidden]`; in a residual of several streams `[streams, hidden]`.
     pub norm: N,
+    /// How it reads and adds to several streams; `None` if there is one, or if the mixer sees all.
+    pub hyper: Option<Hyper<L>>,
     /// What is added.
     pub mixer: Mix<L, N>,
 }
@@ -32,6 +36,8 @@ pub enum Mix<L, N> {
     Mlp(Mlp<L>),
     /// See [`Mixer::Experts`].
     Experts(Experts<L>),
+    /// See [`Mixer::Ngrams`].
+    Ngrams(Ngrams<L, N>),
 }
 
 /// Attention.
@@ -40,6 +46,8 @@ pub struct Attention<L, N> {
     pub qkv: Packed<L>,
     /// What happens to queries, keys and values before they are attended to.
     pub heads: HeadVectors<N>,
+    /// What chooses the positions that are attended to; `None`: all are.
+    pub indexer: Option<Indexer<L, N>>,
     /// `[hidden, q_dim]`
     pub o: Packed<L>,
 }
@@ -186,6 +194,35 @@ pub trait Verbs {
     /// do so themselves.
     fn norm(&mut self, norm: &Self::Vector) -> Result<(), Self::Error>;
 
+    /// Begins a block that reads several streams: weighs them, normalized with gains `norm` each, for the projections
+    /// that follow. What the block adds is kept until [`Verbs::inject`].
+    fn contract(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        hyper: &Hyper<Self::Linear>,
+    ) -> Result<(), Self::Error>;
+
+    /// Ends such a block: adds what it has added to each of the streams, times the stream's weight.
+    fn inject(&mut self, layer: usize) -> Result<(), Self::Error>;
+
+    /// Appends the keys of an indexer to the rows' sequences, and chooses the positions to which each row attends in
+    /// [`Verbs::attend`], which follows.
+    fn select(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        indexer: &Indexer<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
+    /// Adds to all streams of `x` what the rows of a table of n-grams become. `x` was normalized by [`Verbs::norm`].
+    fn recall(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        ngrams: &Ngrams<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
     /// Computes `norm(x) w^T`, behind [`Verbs::norm`] with the same gains.
     fn project(
         &mut self,
@@ -299,6 +336,7 @@ impl<L, N> Mix<L, N> {
                 let shared = e.shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down]);
                 [&e.gate_up, &e.down].into_iter().chain(shared).collect()
             }
+            Mix::Ngrams(_) => Vec::new(),
         };
         packed.into_iter().map(|p| &p.linear).collect()
     }
@@ -311,7 +349,9 @@ impl<L, N> Mix<L, N> {
                 let shared = e.shared.iter().map(|s| &s.score);
                 [&e.router].into_iter().chain(shared).collect()
             }
-            Mix::Attention(_) | Mix::Mlp(_) => Vec::new(),
+            Mix::Attention(a) => a.indexer.iter().map(|i| &i.qk).collect(),
+            Mix::Ngrams(n) => vec![&n.key, &n.value],
+            Mix::Mlp(_) => Vec::new(),
         };
         packed.into_iter().map(|p| &p.linear).collect()
     }
@@ -325,7 +365,9 @@ impl<L, N> Mix<L, N> {
                 .iter()
                 .flatten()
                 .chain(&a.heads.biases)
+                .chain(a.indexer.iter().flat_map(|i| &i.norms))
                 .collect(),
+            Mix::Ngrams(n) => vec![&n.key_norm, &n.conv_norm, &n.conv],
             Mix::Delta(d) => d.vectors.all().to_vec(),
             Mix::Mlp(_) | Mix::Experts(_) => Vec::new(),
         }
@@ -338,6 +380,7 @@ impl<L, N> Mix<L, N> {
                 vec![&mut a.qkv.linear, &mut a.o.linear],
                 (a.heads.norms.iter_mut().flatten())
                     .chain(&mut a.heads.biases)
+                    .chain(a.indexer.iter_mut().flat_map(|i| &mut i.norms))
                     .collect(),
             ),
             Mix::Delta(d) => {
@@ -355,6 +398,10 @@ impl<L, N> Mix<L, N> {
                 }
                 (linears, Vec::new())
             }
+            Mix::Ngrams(n) => (
+                Vec::new(),
+                vec![&mut n.key_norm, &mut n.conv_norm, &mut n.conv],
+            ),
         }
     }
 }
@@ -374,12 +421,20 @@ impl<L, N> Layer<L, N> {
             let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let mut block = |spec: &'static crate::BlockSpec| -> Result<_, E> {
+        let mut block = |spec: &'static BlockSpec| -> Result<_, E> {
             let norm = vector(VectorSpec::Norm(&spec.norm))?;
+            let hyper = match &spec.hyper {
+                None => None,
+                Some(hyper) => Some(Hyper::new(hyper, &mut pack)?),
+            };
             let mixer = match &spec.mixer {
                 Mixer::Attention(a) => Mix::Attention(Attention {
                     qkv: pack(&a.qkv)?,
                     heads: HeadVectors::new(a, &mut vector)?,
+                    indexer: match &a.indexer {
+                        None => None,
+                        Some(indexer) => Some(Indexer::new(indexer, &mut pack, &mut vector)?),
+                    },
                     o: pack(&a.o)?,
                 }),
                 Mixer::Delta(d) => Mix::Delta(Delta {
@@ -401,8 +456,9 @@ impl<L, N> Layer<L, N> {
                         }),
                     },
                 }),
+                Mixer::Ngrams(n) => Mix::Ngrams(Ngrams::new(n, &mut pack, &mut vector)?),
             };
-            Ok(Block { norm, mixer })
+            Ok(Block { norm, hyper, mixer })
         };
         let blocks = spec
             .blocks
@@ -419,7 +475,8 @@ impl<L, N> Layer<L, N> {
         let shares = c.experts.is_some_and(|e| e.shared > 0);
         let block_bytes = |block: &Block<L, N>| -> usize {
             let sum = |linears: Vec<&L>| linears.into_iter().map(&bytes).sum::<usize>();
-            let all = sum(block.mixer.linears()) + sum(block.mixer.kept());
+            let hyper = block.hyper.iter().flat_map(Hyper::linears).collect();
+            let all = sum(hyper) + sum(block.mixer.linears()) + sum(block.mixer.kept());
             match &block.mixer {
                 Mix::Experts(e) => {
                     let stacks = bytes(&e.gate_up.linear) + bytes(&e.down.linear);
@@ -427,7 +484,7 @@ impl<L, N> Layer<L, N> {
                     let own = usize::from(shares && e.shared.is_none());
                     all - stacks + stacks / (count + own) * (routed + own)
                 }
-                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => all,
+                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) | Mix::Ngrams(_) => all,
             }
         };
         self.blocks.iter().map(block_bytes).sum()
@@ -440,7 +497,10 @@ impl<L, N> Layer<L, N> {
 
     /// Its other weights: those that score experts, and the like.
     pub fn kept(&self) -> impl Iterator<Item = &L> {
-        self.blocks.iter().flat_map(|b| b.mixer.kept())
+        self.blocks.iter().flat_map(|b| {
+            let hyper = b.hyper.iter().flat_map(Hyper::linears);
+            hyper.chain(b.mixer.kept())
+        })
     }
 
     /// Its vectors: the gains of the residual stream's norms, then those within mixers.
@@ -452,7 +512,7 @@ impl<L, N> Layer<L, N> {
     /// [`Layer::linears`] and [`Layer::vectors`], mutable.
     pub fn parts_mut(&mut self) -> (Vec<&mut L>, Vec<&mut N>) {
         let (mut linears, mut stream, mut within) = (Vec::new(), Vec::new(), Vec::new());
-        for Block { norm, mixer } in &mut self.blocks {
+        for Block { norm, mixer, .. } in &mut self.blocks {
             stream.push(norm);
             let (weights, vectors) = mixer.parts_mut();
             linears.extend(weights);
@@ -471,9 +531,10 @@ impl<L, N> Layer<L, N> {
             Block {
                 norm,
                 mixer: Mix::Attention(attention),
+                ..
             } => (norm, attention),
             Block {
-                mixer: Mix::Delta(_) | Mix::Mlp(_) | Mix::Experts(_),
+                mixer: Mix::Delta(_) | Mix::Mlp(_) | Mix::Experts(_) | Mix::Ngrams(_),
                 ..
             } => unreachable!("layers that draft begin with attention"),
         }
@@ -483,7 +544,7 @@ impl<L, N> Layer<L, N> {
     pub fn recurrence(&self) -> Option<&Delta<L, N>> {
         self.blocks.iter().find_map(|b| match &b.mixer {
             Mix::Delta(delta) => Some(delta),
-            Mix::Attention(_) | Mix::Mlp(_) | Mix::Experts(_) => None,
+            Mix::Attention(_) | Mix::Mlp(_) | Mix::Experts(_) | Mix::Ngrams(_) => None,
         })
     }
 
@@ -491,7 +552,15 @@ impl<L, N> Layer<L, N> {
     pub fn experts(&self) -> Option<&Experts<L>> {
         self.blocks.iter().find_map(|b| match &b.mixer {
             Mix::Experts(experts) => Some(experts),
-            Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => None,
+            Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) | Mix::Ngrams(_) => None,
+        })
+    }
+
+    /// What it makes of a table of n-grams, if it has one.
+    pub fn ngrams(&self) -> Option<&Ngrams<L, N>> {
+        self.blocks.iter().find_map(|b| match &b.mixer {
+            Mix::Ngrams(ngrams) => Some(ngrams),
+            Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) | Mix::Experts(_) => None,
         })
     }
 
@@ -500,7 +569,7 @@ impl<L, N> Layer<L, N> {
         for block in &mut self.blocks {
             match &mut block.mixer {
                 Mix::Experts(experts) => experts.shared = None,
-                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => {}
+                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) | Mix::Ngrams(_) => {}
             }
         }
     }
@@ -508,11 +577,17 @@ impl<L, N> Layer<L, N> {
     /// Runs the layer over the rows of a pass.
     pub fn run<V: Verbs<Linear = L, Vector = N>>(&self, pass: &mut V) -> Result<(), V::Error> {
         let layer = self.index;
-        for Block { norm, mixer } in &self.blocks {
-            pass.norm(norm)?;
+        for Block { norm, hyper, mixer } in &self.blocks {
+            match hyper {
+                None => pass.norm(norm)?,
+                Some(hyper) => pass.contract(layer, norm, hyper)?,
+            }
             match mixer {
                 Mix::Attention(attention) => {
                     pass.project(layer, norm, &attention.qkv, Projection::Mixer)?;
+                    if let Some(indexer) = &attention.indexer {
+                        pass.select(layer, norm, indexer)?;
+                    }
                     pass.attend(layer, &attention.heads, &attention.o)?;
                     pass.add(layer, Operand::Attended, &attention.o)?;
                 }
@@ -526,21 +601,34 @@ impl<L, N> Layer<L, N> {
                     pass.project(layer, norm, &mlp.gate_up, Projection::Gated)?;
                     pass.add(layer, Operand::Gated, &mlp.down)?;
                 }
-                Mix::Experts(experts) => {
-                    pass.project(layer, norm, &experts.router, Projection::Scores)?;
-                    // The shared expert reads the residual stream before the others add to it.
-                    if let Some(shared) = &experts.shared {
-                        pass.project(layer, norm, &shared.score, Projection::SharedScore)?;
-                        pass.project(layer, norm, &shared.mlp.gate_up, Projection::Gated)?;
-                        pass.weigh(shared)?;
-                    }
-                    pass.mix(layer, norm, experts)?;
-                    if let Some(shared) = &experts.shared {
-                        pass.add(layer, Operand::Gated, &shared.mlp.down)?;
-                    }
-                }
+                Mix::Experts(experts) => mix_experts(layer, norm, experts, pass)?,
+                Mix::Ngrams(ngrams) => pass.recall(layer, norm, ngrams)?,
+            }
+            if hyper.is_some() {
+                pass.inject(layer)?;
             }
         }
         pass.end_layer(layer)
+    }
+}
+
+/// Runs a mixture of experts.
+fn mix_experts<V: Verbs>(
+    layer: usize,
+    norm: &V::Vector,
+    experts: &Experts<V::Linear>,
+    pass: &mut V,
+) -> Result<(), V::Error> {
+    pass.project(layer, norm, &experts.router, Projection::Scores)?;
+    // The shared expert reads the residual stream before the others add to it.
+    if let Some(shared) = &experts.shared {
+        pass.project(layer, norm, &shared.score, Projection::SharedScore)?;
+        pass.project(layer, norm, &shared.mlp.gate_up, Projection::Gated)?;
+        pass.weigh(shared)?;
+    }
+    pass.mix(layer, norm, experts)?;
+    match &experts.shared {
+        Some(shared) => pass.add(layer, Operand::Gated, &shared.mlp.down),
+        None => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! Specification of a layer: its parameters' names and shapes, and what it computes.
 
+use super::kind::{LinearKind, NormKind, VectorKind, Width};
 use std::borrow::Cow;
-use std::fmt;
 
 /// Prefix of the names of layers' parameters, before the layer's number.
 pub const LAYERS: &str = "model.layers.";
@@ -54,10 +54,26 @@ pub struct LayerSpec {
 /// A step of a layer, which changes the residual stream: `x += mixer(norm(x))`.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockSpec {
-    /// The norm of the mixer's input.
+    /// The norm of the mixer's input. In a residual of several streams, each is normalized by itself.
     pub norm: NormSpec,
+    /// How the block reads and adds to a residual of several streams; `None` if there is one, or if the mixer sees all.
+    pub hyper: Option<HyperSpec>,
     /// What is added.
     pub mixer: Mixer,
+}
+
+/// A block's hyper-connections to the streams of the residual (Zhu et al., arXiv 2409.19606; with weights that depend on
+/// the input, as transformers' `qwen4_exp`). Of the `n` streams `[streams, hidden]`, normalized, the mixer reads the mean
+/// over the streams of `sigmoid(up(silu(down(n) / streams))) * n`. Each stream gets what the mixer returns, times its one
+/// of `2 sigmoid(inject(n) / streams)`. None of these is ever quantized.
+#[derive(Clone, Copy, Debug)]
+pub struct HyperSpec {
+    /// `[rank, streams hidden]`
+    pub down: Product,
+    /// `[streams hidden, rank]`
+    pub up: Product,
+    /// `[streams, streams hidden]`
+    pub inject: Product,
 }
 
 /// What a block computes from its normalized input `n`.
@@ -71,6 +87,8 @@ pub enum Mixer {
     Mlp(MlpSpec),
     /// A mixture of experts, each a SwiGLU.
     Experts(ExpertsSpec),
+    /// What a table knows of the last tokens, for all streams of a residual.
+    Ngrams(NgramsSpec),
 }
 
 /// `o(attention(q(n), k(n), v(n)))`, where every head of the queries and keys is rotated by its
@@ -84,11 +102,50 @@ pub struct AttentionSpec {
     /// True if the first Linear of `qkv` has twice as many outputs: behind each head's queries stand as
     /// many gates, by whose sigmoid the head's output is multiplied before `o`.
     pub gated: bool,
+    /// What chooses the positions that a row attends to; `None` if it attends to all.
+    pub indexer: Option<IndexerSpec>,
     /// The output projection.
     pub o: Product,
 }
 
-/// A gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464): `out(norm(o) * silu(z))`.
+/// Chooses blocks of positions by scores of its own (transformers' `qwen4_exp`). The first rows of `qk(n)` are queries,
+/// which are normalized and rotated by head; behind them is a key. The key of a block is the mean of the keys of its
+/// positions, normalized, and rotated by the first of them. A block's score is the sum over the heads of the greater of 0
+/// and query times key. A row attends to the blocks with the greatest scores (of equal ones, the first) among those that
+/// end at its position or before, and to the positions behind the last of these.
+#[derive(Clone, Copy, Debug)]
+pub struct IndexerSpec {
+    /// Queries and key `[(heads + 1) head_dim, hidden]`. It is never quantized.
+    pub qk: Product,
+    /// The norm of a head of the queries.
+    pub q_norm: NormSpec,
+    /// The norm of a block's key.
+    pub k_norm: NormSpec,
+}
+
+/// Adds to each stream of the residual what a table has for the n-grams that end with a row's token
+/// ([`crate::NgramTable`]; transformers' `qwen4_exp`, similar to Engram, arXiv 2601.07372).
+///
+/// With `e` the table's rows for a token, one behind another, `k = key_norm(key(e))` `[streams, hidden]`,
+/// `s[c] = k[c] n[c] / sqrt(hidden)` for the normalized streams `n`, and `g[c] = sigmoid(sign(s[c]) sqrt(|s[c]|))
+/// value(e)`, where the magnitude is at least 1e-6, stream `c` gets `g[c]` and what a causal convolution of each channel
+/// and SiLU make of `conv_norm(g)[c]`. The taps of the convolution are as many rows apart as the longest n-gram has tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct NgramsSpec {
+    /// `[streams hidden, width]`. It is never quantized.
+    pub key: Product,
+    /// `[hidden, width]`. It is never quantized.
+    pub value: Product,
+    /// The norm of each stream's key.
+    pub key_norm: NormSpec,
+    /// The norm of each stream's input of the convolution.
+    pub conv_norm: NormSpec,
+    /// The convolution's weights, `[streams hidden, taps]`.
+    pub conv: VectorRow,
+}
+
+/// A gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464): `out(norm(o) * silu(z))`, or another
+/// [gate](crate::OutputGate) of `z`.
 ///
 /// `q`, `k` and `v` are the rows' own and last few inputs `qkv(n)` through a causal convolution of each
 /// channel and SiLU; heads of `q` and `k` are divided by their lengths, `q` also by `sqrt(key_dim)`. With
@@ -229,17 +286,6 @@ pub struct VectorRow {
     pub len: Width,
 }
 
-/// What a [`VectorRow`] holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum VectorKind {
-    /// The weights of a convolution, one after another for each channel.
-    Conv,
-    /// Logarithms of rates of decay. GGUF files hold the rates, negated.
-    Decay,
-    /// Biases of time steps.
-    TimeStep,
-}
-
 /// A row of an architecture's table: its kind, its names in Hugging Face and GGUF files, and
 /// its dimensions `(out, in)`.
 pub(super) const fn linear(
@@ -276,95 +322,6 @@ pub(super) const fn norm(
     }
 }
 
-/// Kind of a Linear, in running order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LinearKind {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Attention output.
-    O,
-    /// Queries, keys and values of a recurrence.
-    DeltaQkv,
-    /// Gates of a recurrence's output.
-    DeltaZ,
-    /// How much of a value a recurrence writes.
-    DeltaB,
-    /// How much of its state a recurrence forgets.
-    DeltaA,
-    /// A recurrence's output.
-    DeltaOut,
-    /// Scores of experts.
-    Router,
-    /// MLP gate.
-    Gate,
-    /// MLP up.
-    Up,
-    /// MLP down.
-    Down,
-    /// Score of the shared expert.
-    SharedScore,
-    /// Its gate.
-    SharedGate,
-    /// Its up.
-    SharedUp,
-    /// Its down.
-    SharedDown,
-}
-
-/// Kind of a norm, by its input. Those of the residual stream come first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum NormKind {
-    /// The residual stream before attention.
-    Attention,
-    /// The residual stream before the MLP.
-    Mlp,
-    /// A head of the queries.
-    Q,
-    /// A head of the keys.
-    K,
-    /// A head of a recurrence's output.
-    Delta,
-}
-
-/// A dimension given by a model's configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Width {
-    /// `hidden_size`
-    Hidden,
-    /// All query heads.
-    Heads,
-    /// All key heads, or all value heads.
-    KvHeads,
-    /// One head.
-    Head,
-    /// `intermediate_size`
-    Mlp,
-    /// `moe_intermediate_size`
-    Expert,
-    /// `num_experts`
-    Experts,
-    /// All query heads, and as many gates.
-    GatedHeads,
-    /// Queries, keys and values of a recurrence.
-    DeltaChannels,
-    /// All value heads of a recurrence.
-    DeltaValues,
-    /// `linear_num_value_heads`
-    DeltaHeads,
-    /// `linear_value_head_dim`
-    DeltaHead,
-    /// Weights of a recurrence's convolution.
-    DeltaTaps,
-    /// `shared_expert_intermediate_size`
-    SharedExpert,
-    /// 1
-    One,
-}
-
 /// A parameter of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parameter {
@@ -389,6 +346,7 @@ impl Mixer {
                 let shared = e.shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down]);
                 [&e.gate_up, &e.down].into_iter().chain(shared).collect()
             }
+            Mixer::Ngrams(_) => Vec::new(),
         }
     }
 
@@ -400,36 +358,50 @@ impl Mixer {
                 [&e.router].into_iter().chain(shared).collect()
             }
             Mixer::Delta(d) => vec![&d.rates],
-            Mixer::Attention(_) | Mixer::Mlp(_) => Vec::new(),
+            Mixer::Attention(a) => a.indexer.iter().map(|i| &i.qk).collect(),
+            Mixer::Ngrams(n) => vec![&n.key, &n.value],
+            Mixer::Mlp(_) => Vec::new(),
         }
     }
 
     fn attention(&self) -> Option<&AttentionSpec> {
         match self {
             Mixer::Attention(a) => Some(a),
-            Mixer::Delta(_) | Mixer::Mlp(_) | Mixer::Experts(_) => None,
+            Mixer::Delta(_) | Mixer::Mlp(_) | Mixer::Experts(_) | Mixer::Ngrams(_) => None,
         }
     }
 
     fn recurrence(&self) -> Option<&DeltaSpec> {
         match self {
             Mixer::Delta(d) => Some(d),
-            Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Experts(_) => None,
+            Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Experts(_) | Mixer::Ngrams(_) => None,
         }
     }
 
     fn experts(&self) -> Option<&ExpertsSpec> {
         match self {
             Mixer::Experts(e) => Some(e),
-            Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
+            Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) | Mixer::Ngrams(_) => None,
+        }
+    }
+
+    fn ngrams(&self) -> Option<&NgramsSpec> {
+        match self {
+            Mixer::Ngrams(n) => Some(n),
+            Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) | Mixer::Experts(_) => None,
         }
     }
 
     /// The norms within it.
     fn norms(&self) -> Vec<&NormSpec> {
         match self {
-            Mixer::Attention(a) => a.head_norms.iter().flat_map(|h| [&h.q, &h.k]).collect(),
+            Mixer::Attention(a) => {
+                let heads = a.head_norms.iter().flat_map(|h| [&h.q, &h.k]);
+                let index = a.indexer.iter().flat_map(|i| [&i.q_norm, &i.k_norm]);
+                heads.chain(index).collect()
+            }
             Mixer::Delta(d) => vec![&d.norm],
+            Mixer::Ngrams(n) => vec![&n.key_norm, &n.conv_norm],
             Mixer::Mlp(_) | Mixer::Experts(_) => Vec::new(),
         }
     }
@@ -438,8 +410,24 @@ impl Mixer {
     fn vectors(&self) -> Vec<&VectorRow> {
         match self {
             Mixer::Delta(d) => vec![&d.conv, &d.decay, &d.dt_bias],
+            Mixer::Ngrams(n) => vec![&n.conv],
             Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Experts(_) => Vec::new(),
         }
+    }
+}
+
+impl BlockSpec {
+    /// The products that are never quantized.
+    fn kept(&self) -> Vec<&Product> {
+        let hyper = self.hyper.iter().flat_map(HyperSpec::products);
+        hyper.chain(self.mixer.kept()).collect()
+    }
+}
+
+impl HyperSpec {
+    /// Its products, in running order.
+    fn products(&self) -> [&Product; 3] {
+        [&self.down, &self.up, &self.inject]
     }
 }
 
@@ -478,9 +466,19 @@ impl LayerSpec {
         self.blocks.iter().find_map(with_norm)
     }
 
+    /// Its table of n-grams, if it has one.
+    pub fn ngrams(&self) -> Option<&'static NgramsSpec> {
+        self.blocks.iter().find_map(|b| b.mixer.ngrams())
+    }
+
+    /// What chooses the positions that its rows attend to, if something does.
+    pub fn indexer(&self) -> Option<&'static IndexerSpec> {
+        self.attention().and_then(|a| a.indexer.as_ref())
+    }
+
     /// The products that are never quantized: routers and the like.
     pub fn kept_products(&self) -> Vec<&'static Product> {
-        self.blocks.iter().flat_map(|b| b.mixer.kept()).collect()
+        self.blocks.iter().flat_map(BlockSpec::kept).collect()
     }
 
     /// The Linears of [`LayerSpec::kept_products`].
@@ -520,16 +518,15 @@ impl LayerSpec {
             })
         }
         let mut all = Vec::new();
-        for BlockSpec { norm, mixer } in self.blocks {
-            all.push(Parameter::Norm(*norm));
-            all.extend(mixer.kept().into_iter().flat_map(linears));
-            for (place, product) in mixer.products().into_iter().enumerate() {
-                if place == 1 {
-                    all.extend(mixer.vectors().into_iter().map(|&v| Parameter::Vector(v)));
-                    all.extend(mixer.norms().into_iter().map(|&n| Parameter::Norm(n)));
-                }
-                all.extend(linears(product));
-            }
+        for block in self.blocks {
+            let mixer = &block.mixer;
+            all.push(Parameter::Norm(block.norm));
+            all.extend(block.kept().into_iter().flat_map(linears));
+            let mut products = mixer.products().into_iter();
+            all.extend(products.next().into_iter().flat_map(linears));
+            all.extend(mixer.vectors().into_iter().map(|&v| Parameter::Vector(v)));
+            all.extend(mixer.norms().into_iter().map(|&n| Parameter::Norm(n)));
+            all.extend(products.flat_map(linears));
         }
         all
     }
@@ -612,30 +609,6 @@ impl NormSpec {
     /// The full name of its gains in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
-    }
-}
-
-impl fmt::Display for LinearKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            LinearKind::Q => "q",
-            LinearKind::K => "k",
-            LinearKind::V => "v",
-            LinearKind::O => "o",
-            LinearKind::DeltaQkv => "delta_qkv",
-            LinearKind::DeltaZ => "delta_z",
-            LinearKind::DeltaB => "delta_b",
-            LinearKind::DeltaA => "delta_a",
-            LinearKind::DeltaOut => "delta_out",
-            LinearKind::Router => "router",
-            LinearKind::Gate => "gate",
-            LinearKind::Up => "up",
-            LinearKind::Down => "down",
-            LinearKind::SharedScore => "shared_score",
-            LinearKind::SharedGate => "shared_gate",
-            LinearKind::SharedUp => "shared_up",
-            LinearKind::SharedDown => "shared_down",
-        })
     }
 }
 

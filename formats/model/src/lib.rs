@@ -11,25 +11,31 @@ mod architecture;
 mod dimensions;
 mod dtype;
 pub mod forward;
+mod kind;
 mod layer;
 mod llama;
 pub mod mtp;
 pub mod names;
+mod ngrams;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
+mod qwen4_exp;
 mod shape;
+mod streams;
 pub mod vision;
 
 pub use architecture::{Architecture, Preset};
-pub use dimensions::{Delta, Experts, Rope, RopeScaling};
+pub use dimensions::{Delta, Experts, HyperShape, IndexerShape, OutputGate, Rope, RopeScaling};
 pub use dtype::{DType, FLOATS};
+pub use kind::{LinearKind, NormKind, VectorKind, Width};
 pub use layer::{
-    AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LAYERS, LayerSpec,
-    LinearKind, LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec,
-    VectorKind, VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
+    AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, HyperSpec, IndexerSpec,
+    InputSource, LAYERS, LayerSpec, LinearSpec, Mixer, MlpSpec, NgramsSpec, NormSpec, Parameter,
+    Product, SharedSpec, VectorRow, expert_name, in_layer, parameter_of, tensor_name,
 };
 pub use llama::LLAMA;
+pub use ngrams::{NgramHash, NgramTable};
 pub use shape::{Dims, ModelConfig, Shape};
 
 /// Every architecture.
@@ -41,6 +47,7 @@ pub static ARCHITECTURES: &[&Architecture] = &[
     &qwen3_5::QWEN3_5,
     &qwen3_5::QWEN3_5_MOE,
     &qwen3_5::QWEN3_NEXT,
+    &qwen4_exp::QWEN4_EXP,
     &qwen2::QWEN2,
     &LLAMA,
 ];

@@ -2,9 +2,10 @@
 
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
+use super::kind::{LinearKind, NormKind, Width};
 use super::layer::{
-    AttentionSpec, BlockSpec, InputSource, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind,
-    NormSpec, Product, Width, linear, norm,
+    AttentionSpec, BlockSpec, InputSource, LayerSpec, Mixer, MlpSpec, NormSpec, Product, linear,
+    norm,
 };
 
 /// The norm before attention.
@@ -43,6 +44,7 @@ pub(super) const MLP_NORM: NormSpec =
 #[rustfmt::skip]
 pub(super) const MLP: BlockSpec = BlockSpec {
     norm: MLP_NORM,
+    hyper: None,
     mixer: Mixer::Mlp(MlpSpec {
         gate_up: Product {
             name: "gate_up",
@@ -64,10 +66,12 @@ pub(super) const MLP: BlockSpec = BlockSpec {
 
 const ATTENTION: BlockSpec = BlockSpec {
     norm: ATTENTION_NORM,
+    hyper: None,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: QKV,
         head_norms: None,
         gated: false,
+        indexer: None,
         o: O,
     }),
 };

@@ -3,13 +3,17 @@
 //! [`crate::mtp`].
 
 use crate::mtp;
-use crate::{ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow};
+use crate::{
+    ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, NgramTable, VectorRow,
+};
 pub use crate::{Shape, expert_name, in_layer, parameter_of, tensor_name};
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
 /// Final RMSNorm `[hidden]`.
 pub const NORM: &str = "model.norm";
+/// What reads the last layer's output of a residual of several streams, in place of [`NORM`].
+pub const MIXER: &str = "model.hyper_connection_mixer";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
@@ -23,6 +27,28 @@ pub fn head(c: &ModelConfig) -> &'static str {
     } else {
         HEAD
     }
+}
+
+/// The parameters between the last layer and the head: the final norm `[hidden]`, or in a model whose residual has several
+/// streams the norm of these `[streams hidden]` and the two matrices by which they are weighed
+/// ([`crate::HyperSpec`] without `inject`).
+pub fn end_parameters(c: &ModelConfig) -> impl Iterator<Item = (String, Shape)> {
+    let (stream, h) = (c.stream_width(), c.hidden_size);
+    let all = match c.hyper {
+        None => vec![(NORM.to_owned(), Shape::Vector(h))],
+        Some(hyper) => vec![
+            (format!("{MIXER}.hc_norm"), Shape::Vector(stream)),
+            (
+                format!("{MIXER}.input_mix_weight_down"),
+                Shape::Matrix(hyper.rank, stream),
+            ),
+            (
+                format!("{MIXER}.input_mix_weight_up"),
+                Shape::Matrix(stream, hyper.rank),
+            ),
+        ],
+    };
+    all.into_iter()
 }
 
 /// The parameters of layer `layer`, in the order they are used.
@@ -39,7 +65,8 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     for layer in 0..c.num_hidden_layers {
         all.extend(layer_parameters(c, layer));
     }
-    all.push((NORM.to_owned(), Shape::Vector(c.hidden_size)));
+    all.extend(c.ngrams.iter().flat_map(|n| n.parameters()));
+    all.extend(end_parameters(c));
     if !c.tie_word_embeddings {
         all.push((HEAD.to_owned(), embedding));
     }
@@ -92,11 +119,14 @@ pub fn in_experts(name: &str) -> Option<(&str, &str)> {
     Some((&name[..name.len() - rest.len() - 1], rest))
 }
 
-/// True for the matrices of a layer that are never quantized: those that score experts, and the like.
+/// True for the matrices of a layer, and behind the last one, that are never quantized: those that score experts, tables of
+/// n-grams and the like.
 pub fn is_kept(name: &str) -> bool {
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut kept = kinds.flat_map(LayerSpec::kept);
-    within(name).is_some_and(|suffix| kept.any(|k| k.suffix == suffix))
+    name.starts_with(MIXER)
+        || NgramTable::is_part(name)
+        || within(name).is_some_and(|suffix| kept.any(|k| k.suffix == suffix))
 }
 
 /// The vector of a layer, neither a norm nor a bias, whose name this is.
@@ -109,7 +139,8 @@ pub fn layer_vector(name: &str) -> Option<&'static VectorRow> {
 
 /// True if Hugging Face files of the architecture hold the gains of this norm less 1.
 pub fn is_less_one(architecture: &Architecture, name: &str) -> bool {
-    if [NORM, mtp::EMBEDDING_NORM, mtp::HIDDEN_NORM, mtp::NORM].contains(&name) {
+    let ends = [NORM, mtp::EMBEDDING_NORM, mtp::HIDDEN_NORM, mtp::NORM];
+    if ends.contains(&name) || name.starts_with(MIXER) {
         return architecture.norm_less_one;
     }
     let mut norms = architecture.kinds.iter().flat_map(LayerSpec::norms);

@@ -3,14 +3,14 @@
 
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
-use super::layer::{
-    AttentionSpec, BlockSpec, LayerSpec, LinearKind, Mixer, Product, Width, linear,
-};
+use super::kind::{LinearKind, Width};
+use super::layer::{AttentionSpec, BlockSpec, LayerSpec, Mixer, Product, linear};
 use super::llama;
 
 #[rustfmt::skip]
 const ATTENTION: BlockSpec = BlockSpec {
     norm: llama::ATTENTION_NORM,
+    hyper: None,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {
             linears: &[
@@ -22,6 +22,7 @@ const ATTENTION: BlockSpec = BlockSpec {
         },
         head_norms: None,
         gated: false,
+        indexer: None,
         o: llama::O,
     }),
 };

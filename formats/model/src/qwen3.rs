@@ -2,15 +2,17 @@
 
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::{Experts, RopeScaling};
+use super::kind::{LinearKind, NormKind, Width};
 use super::layer::{
-    AttentionSpec, BlockSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
-    NormKind, Product, Width, linear, norm,
+    AttentionSpec, BlockSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, Mixer, Product,
+    linear, norm,
 };
 use super::llama;
 
 #[rustfmt::skip]
 const ATTENTION: BlockSpec = BlockSpec {
     norm: llama::ATTENTION_NORM,
+    hyper: None,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: llama::QKV,
         head_norms: Some(HeadNorms {
@@ -18,6 +20,7 @@ const ATTENTION: BlockSpec = BlockSpec {
             k: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
         }),
         gated: false,
+        indexer: None,
         o: llama::O,
     }),
 };
@@ -125,6 +128,7 @@ pub(super) const DOWN: Product = Product {
 
 const EXPERTS: BlockSpec = BlockSpec {
     norm: llama::MLP_NORM,
+    hyper: None,
     mixer: Mixer::Experts(ExpertsSpec {
         router: ROUTER,
         gate_up: GATE_UP,

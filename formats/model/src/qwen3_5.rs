@@ -2,11 +2,11 @@
 //! gated attention in every fourth (transformers' `qwen3_5`, `qwen3_5_moe` and `qwen3_next`).
 
 use super::architecture::{Architecture, PLAIN, Preset, hybrid};
-use super::dimensions::{Delta, Experts, RopeScaling};
+use super::dimensions::{Delta, Experts, OutputGate, RopeScaling};
+use super::kind::{LinearKind, NormKind, VectorKind, Width};
 use super::layer::{
     AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec,
-    LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product, SharedSpec, VectorKind, VectorRow,
-    Width, linear, norm,
+    LinearSpec, Mixer, MlpSpec, NormSpec, Product, SharedSpec, VectorRow, linear, norm,
 };
 
 #[rustfmt::skip]
@@ -17,51 +17,60 @@ const MIXER_NORM: NormSpec =
 const MLP_NORM: NormSpec =
     norm(NormKind::Mlp, "post_attention_layernorm", "post_attention_norm", Width::Hidden).held_less_one();
 
+/// A gated DeltaNet.
 #[rustfmt::skip]
+pub(super) const RECURRENCE: DeltaSpec = DeltaSpec {
+    inputs: Product {
+        name: "qkvz",
+        linears: &[
+            linear(LinearKind::DeltaQkv, "linear_attn.in_proj_qkv", "attn_qkv", Width::DeltaChannels, Width::Hidden),
+            linear(LinearKind::DeltaZ, "linear_attn.in_proj_z", "attn_gate", Width::DeltaValues, Width::Hidden),
+        ],
+        source: InputSource::Norm(NormKind::Attention),
+    },
+    rates: Product {
+        name: "ba",
+        linears: &[
+            linear(LinearKind::DeltaB, "linear_attn.in_proj_b", "ssm_beta", Width::DeltaHeads, Width::Hidden),
+            linear(LinearKind::DeltaA, "linear_attn.in_proj_a", "ssm_alpha", Width::DeltaHeads, Width::Hidden),
+        ],
+        source: InputSource::Norm(NormKind::Attention),
+    },
+    conv: VectorRow { kind: VectorKind::Conv, suffix: "linear_attn.conv1d", gguf: "ssm_conv1d", len: Width::DeltaTaps },
+    decay: VectorRow { kind: VectorKind::Decay, suffix: "linear_attn.A_log", gguf: "ssm_a", len: Width::DeltaHeads },
+    dt_bias: VectorRow { kind: VectorKind::TimeStep, suffix: "linear_attn.dt_bias", gguf: "ssm_dt.bias", len: Width::DeltaHeads },
+    norm: norm(NormKind::Delta, "linear_attn.norm", "ssm_norm", Width::DeltaHead),
+    out: Product {
+        name: "delta_out",
+        linears: &[
+            linear(LinearKind::DeltaOut, "linear_attn.out_proj", "ssm_out", Width::Hidden, Width::DeltaValues),
+        ],
+        source: InputSource::Fixed,
+    },
+};
+
 const DELTA: BlockSpec = BlockSpec {
     norm: MIXER_NORM,
-    mixer: Mixer::Delta(DeltaSpec {
-        inputs: Product {
-            name: "qkvz",
-            linears: &[
-                linear(LinearKind::DeltaQkv, "linear_attn.in_proj_qkv", "attn_qkv", Width::DeltaChannels, Width::Hidden),
-                linear(LinearKind::DeltaZ, "linear_attn.in_proj_z", "attn_gate", Width::DeltaValues, Width::Hidden),
-            ],
-            source: InputSource::Norm(NormKind::Attention),
-        },
-        rates: Product {
-            name: "ba",
-            linears: &[
-                linear(LinearKind::DeltaB, "linear_attn.in_proj_b", "ssm_beta", Width::DeltaHeads, Width::Hidden),
-                linear(LinearKind::DeltaA, "linear_attn.in_proj_a", "ssm_alpha", Width::DeltaHeads, Width::Hidden),
-            ],
-            source: InputSource::Norm(NormKind::Attention),
-        },
-        conv: VectorRow { kind: VectorKind::Conv, suffix: "linear_attn.conv1d", gguf: "ssm_conv1d", len: Width::DeltaTaps },
-        decay: VectorRow { kind: VectorKind::Decay, suffix: "linear_attn.A_log", gguf: "ssm_a", len: Width::DeltaHeads },
-        dt_bias: VectorRow { kind: VectorKind::TimeStep, suffix: "linear_attn.dt_bias", gguf: "ssm_dt.bias", len: Width::DeltaHeads },
-        norm: norm(NormKind::Delta, "linear_attn.norm", "ssm_norm", Width::DeltaHead),
-        out: Product {
-            name: "delta_out",
-            linears: &[
-                linear(LinearKind::DeltaOut, "linear_attn.out_proj", "ssm_out", Width::Hidden, Width::DeltaValues),
-            ],
-            source: InputSource::Fixed,
-        },
-    }),
+    hyper: None,
+    mixer: Mixer::Delta(RECURRENCE),
 };
+
+/// Queries with gates, keys and values.
+#[rustfmt::skip]
+pub(super) const GATED_QKV: &[LinearSpec] = &[
+    linear(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::GatedHeads, Width::Hidden),
+    linear(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
+    linear(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
+];
 
 #[rustfmt::skip]
 const ATTENTION: BlockSpec = BlockSpec {
     norm: MIXER_NORM,
+    hyper: None,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {
             name: "qkv",
-            linears: &[
-                linear(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::GatedHeads, Width::Hidden),
-                linear(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
-                linear(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
-            ],
+            linears: GATED_QKV,
             source: InputSource::Norm(NormKind::Attention),
         },
         head_norms: Some(HeadNorms {
@@ -69,48 +78,54 @@ const ATTENTION: BlockSpec = BlockSpec {
             k: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head).held_less_one(),
         }),
         gated: true,
+        indexer: None,
         o: super::llama::O,
     }),
 };
 
 const MLP: BlockSpec = BlockSpec {
     norm: MLP_NORM,
+    hyper: None,
     mixer: super::llama::MLP.mixer,
 };
 
+/// The expert of all rows.
 #[rustfmt::skip]
+pub(super) const SHARED: SharedSpec = SharedSpec {
+    score: Product {
+        name: "shared_score",
+        linears: &[
+            linear(LinearKind::SharedScore, "mlp.shared_expert_gate", "ffn_gate_inp_shexp", Width::One, Width::Hidden),
+        ],
+        source: InputSource::Norm(NormKind::Mlp),
+    },
+    mlp: MlpSpec {
+        gate_up: Product {
+            name: "shared_gate_up",
+            linears: &[
+                linear(LinearKind::SharedGate, "mlp.shared_expert.gate_proj", "ffn_gate_shexp", Width::SharedExpert, Width::Hidden),
+                linear(LinearKind::SharedUp, "mlp.shared_expert.up_proj", "ffn_up_shexp", Width::SharedExpert, Width::Hidden),
+            ],
+            source: InputSource::Norm(NormKind::Mlp),
+        },
+        down: Product {
+            name: "shared_down",
+            linears: &[
+                linear(LinearKind::SharedDown, "mlp.shared_expert.down_proj", "ffn_down_shexp", Width::Hidden, Width::SharedExpert),
+            ],
+            source: InputSource::Rows(LinearKind::SharedUp),
+        },
+    },
+};
+
 const EXPERTS: BlockSpec = BlockSpec {
     norm: MLP_NORM,
+    hyper: None,
     mixer: Mixer::Experts(ExpertsSpec {
         router: super::qwen3::ROUTER,
         gate_up: super::qwen3::GATE_UP,
         down: super::qwen3::DOWN,
-        shared: Some(SharedSpec {
-            score: Product {
-                name: "shared_score",
-                linears: &[
-                    linear(LinearKind::SharedScore, "mlp.shared_expert_gate", "ffn_gate_inp_shexp", Width::One, Width::Hidden),
-                ],
-                source: InputSource::Norm(NormKind::Mlp),
-            },
-            mlp: MlpSpec {
-                gate_up: Product {
-                    name: "shared_gate_up",
-                    linears: &[
-                        linear(LinearKind::SharedGate, "mlp.shared_expert.gate_proj", "ffn_gate_shexp", Width::SharedExpert, Width::Hidden),
-                        linear(LinearKind::SharedUp, "mlp.shared_expert.up_proj", "ffn_up_shexp", Width::SharedExpert, Width::Hidden),
-                    ],
-                    source: InputSource::Norm(NormKind::Mlp),
-                },
-                down: Product {
-                    name: "shared_down",
-                    linears: &[
-                        linear(LinearKind::SharedDown, "mlp.shared_expert.down_proj", "ffn_down_shexp", Width::Hidden, Width::SharedExpert),
-                    ],
-                    source: InputSource::Rows(LinearKind::SharedUp),
-                },
-            },
-        }),
+        shared: Some(SHARED),
     }),
 };
 
@@ -234,6 +249,7 @@ const fn delta(value_heads: usize) -> Option<Delta> {
         conv: 4,
         interval: 4,
         tiled: false,
+        gate: OutputGate::Silu,
     })
 }
 

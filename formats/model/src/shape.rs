@@ -1,16 +1,19 @@
 //! The shape of a model, and the table's dimensions in a model of that shape.
 
 use super::architecture::{Architecture, Preset};
-use super::dimensions::{Delta, Experts, Rope, RopeScaling};
-use super::layer::{InputSource, LayerSpec, LinearKind, LinearSpec, Parameter, Product, Width};
+use super::dimensions::{Delta, Experts, HyperShape, IndexerShape, Rope, RopeScaling};
+use super::kind::{LinearKind, Width};
+use super::layer::{InputSource, LayerSpec, LinearSpec, Parameter, Product};
+use super::ngrams::NgramTable;
 use crate::dtype::DType;
+use crate::names;
 
 /// The shape of a model. Dimensions are in elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Its architecture.
     pub architecture: &'static Architecture,
-    /// Width of the residual stream.
+    /// Width of the residual stream, or of each if there are several.
     pub hidden_size: usize,
     /// Width of the MLP. Layers with experts use [`Experts::width`] instead.
     pub intermediate_size: usize,
@@ -18,6 +21,12 @@ pub struct ModelConfig {
     pub experts: Option<Experts>,
     /// The recurrences of its layers; `None` if the architecture has none.
     pub delta: Option<Delta>,
+    /// The streams of its residual; `None` if there is one.
+    pub hyper: Option<HyperShape>,
+    /// What chooses the positions that rows attend to; `None` if they attend to all.
+    pub indexer: Option<IndexerShape>,
+    /// The tables of n-grams of some of its layers.
+    pub ngrams: Option<NgramTable>,
     /// Number of transformer layers.
     pub num_hidden_layers: usize,
     /// Number of query heads.
@@ -98,6 +107,16 @@ impl Shape {
 }
 
 impl ModelConfig {
+    /// Streams of the residual.
+    pub fn streams(&self) -> usize {
+        self.hyper.map_or(1, |h| h.streams)
+    }
+
+    /// Width of the residual: of all its streams together.
+    pub fn stream_width(&self) -> usize {
+        self.streams() * self.hidden_size
+    }
+
     /// Width of all query heads together.
     pub fn q_dim(&self) -> usize {
         self.num_attention_heads * self.head_dim
@@ -142,7 +161,10 @@ impl ModelConfig {
             parameters.map(|p| p.shape(self).elements()).sum()
         };
         let heads = if self.tie_word_embeddings { 1 } else { 2 };
-        self.over_layers(layer) + h + heads * self.vocab_size * h
+        let end = names::end_parameters(self).map(|(_, shape)| shape.elements());
+        let tables = self.ngrams.iter().flat_map(|n| n.parameters());
+        let tables: usize = tables.map(|(_, shape)| shape.elements()).sum();
+        self.over_layers(layer) + end.sum::<usize>() + heads * self.vocab_size * h + tables
     }
 
     /// The greatest width of the MLP of a layer, or of one of its experts.
@@ -154,7 +176,7 @@ impl ModelConfig {
     }
 
     /// Number of parameters used for one token; all if there are no experts. The embedding counts
-    /// only if it is the head.
+    /// only if it is the head, and of a table of n-grams what one token reads.
     pub fn active_parameters(&self) -> usize {
         let Some(experts) = self.experts else {
             return self.trunk_parameters();
@@ -163,13 +185,19 @@ impl ModelConfig {
             let stacks = spec.linears().into_iter().filter(|l| l.stacked);
             stacks.map(|l| l.elements(self) / experts.count).sum()
         };
-        self.trunk_parameters() - self.over_layers(expert) * (experts.count - experts.per_token)
+        let unused = self.ngrams.as_ref().map_or(0, NgramTable::unread);
+        let unrouted = self.over_layers(expert) * (experts.count - experts.per_token);
+        self.trunk_parameters() - unrouted - unused
+    }
+
+    /// Which of the kinds of its architecture layer `index` is.
+    pub fn kind(&self, index: usize) -> usize {
+        (self.architecture.kind_of)(self, index)
     }
 
     /// The specification of layer `index`.
     pub fn layer(&self, index: usize) -> &'static LayerSpec {
-        let Architecture { kinds, kind_of, .. } = self.architecture;
-        &kinds[kind_of(self.delta.as_ref(), index)]
+        &self.architecture.kinds[self.kind(index)]
     }
 
     /// The specification of the layer with the most parameters, for plans of memory that layers use in
@@ -193,9 +221,7 @@ impl ModelConfig {
         let kinds: Vec<usize> = self.architecture.kinds.iter().map(value).collect();
         let kind_of = self.architecture.kind_of;
         let layers = 0..self.num_hidden_layers;
-        layers
-            .map(|index| kinds[kind_of(self.delta.as_ref(), index)])
-            .sum()
+        layers.map(|index| kinds[kind_of(self, index)]).sum()
     }
 }
 
@@ -208,6 +234,9 @@ impl Preset {
             intermediate_size: self.intermediate,
             experts: self.experts,
             delta: self.delta,
+            hyper: None,
+            indexer: None,
+            ngrams: None,
             num_hidden_layers: self.layers,
             num_attention_heads: self.heads,
             num_key_value_heads: self.kv_heads,
@@ -250,6 +279,13 @@ impl Width {
             Width::DeltaHead => c.delta.map_or(0, |d| d.value_dim),
             Width::DeltaTaps => c.delta.map_or(0, |d| d.channels() * d.conv),
             Width::SharedExpert => c.experts.map_or(0, |e| e.shared),
+            Width::Stream => c.stream_width(),
+            Width::Streams => c.streams(),
+            Width::MixRank => c.hyper.map_or(0, |h| h.rank),
+            Width::IndexHeads => c.indexer.map_or(0, |i| (i.heads + 1) * i.head_dim),
+            Width::IndexHead => c.indexer.map_or(0, |i| i.head_dim),
+            Width::Ngrams => c.ngrams.as_ref().map_or(0, |n| n.width),
+            Width::NgramTaps => c.stream_width() * c.ngrams.as_ref().map_or(0, |n| n.taps),
             Width::One => 1,
         }
     }

@@ -31,6 +31,7 @@ pub use verify::{Difference, compare};
 use crate::checkpoint::Checkpoint;
 use crate::durable::{check_destination, parent};
 use crate::error::{Error, Result};
+use crate::hyper;
 use crate::progress::Progress;
 use std::path::Path;
 
@@ -47,6 +48,7 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
+    hyper::refuse_export(checkpoint.config(), out)?;
     check_destination(out, format.form(), options.force)?;
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);

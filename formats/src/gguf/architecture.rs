@@ -11,11 +11,19 @@ use nq_model::Architecture;
 pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     let name = "general.architecture";
     let architecture = file.required(name, file.str(name)?)?;
-    nq_model::find(|a| a.gguf, architecture).ok_or_else(|| Error::Unsupported {
+    let unsupported = |why| Error::Unsupported {
         path: file.path().into(),
         what: format!("architecture {architecture}"),
-        why: nq_model::supported(|a| a.gguf),
-    })
+        why,
+    };
+    match nq_model::find(|a| a.gguf, architecture) {
+        None => Err(unsupported(nq_model::supported(|a| a.gguf))),
+        Some(a) if a.has_streams() => Err(unsupported(format!(
+            "nq reads {} models from folders of safetensors alone",
+            a.title
+        ))),
+        Some(a) => Ok(a),
+    }
 }
 
 /// llama.cpp's number of the embedding that is the last token's.

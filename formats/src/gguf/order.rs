@@ -68,6 +68,7 @@ impl Heads {
             return match vector.kind {
                 VectorKind::Conv => Self::new(d, keys * d.conv, d.value_dim * d.conv),
                 VectorKind::Decay | VectorKind::TimeStep => Self::new(d, 0, 1),
+                VectorKind::NgramConv => None,
             };
         }
         match layer_matrix(name)?.kind {
@@ -158,6 +159,7 @@ mod tests {
             conv: 4,
             interval: 4,
             tiled: false,
+            gate: nq_model::OutputGate::Silu,
         };
         let heads = Heads::new(delta, 1, 2).unwrap();
         // Of key head 0, of key head 1, of key head 0, ...

@@ -271,6 +271,23 @@ impl KvPages {
         self.values.load(places[1], value);
     }
 
+    /// Stores as row `at` of `page` the keys and values that `from` has at row `row` of page `source`, as f32 values.
+    pub(crate) fn gather(
+        &mut self,
+        (page, at): (u32, usize),
+        from: &KvPages,
+        (source, row): (u32, usize),
+    ) {
+        let d = self.head_dim;
+        let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
+        for head in 0..self.kv_heads {
+            from.load(source, row, head, &mut key, &mut value);
+            let [to_key, to_value] = self.places(page, head, at);
+            self.keys.store(to_key, &key);
+            self.values.store(to_value, &value);
+        }
+    }
+
     /// Copies the first `rows` rows of page `from` to page `to`.
     pub fn copy_rows(&mut self, from: u32, to: u32, rows: usize) {
         assert!(rows <= PAGE, "{rows} rows of a page of {PAGE}");

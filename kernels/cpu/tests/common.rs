@@ -4,6 +4,7 @@
 use nq_cpu::{Cpu, DeltaVectors};
 use nq_kernels::rng::Philox;
 use nq_kernels::{Isa, IsaChoice};
+use nq_model::OutputGate;
 use nq_testkit::delta::Vectors;
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -15,6 +16,7 @@ pub(crate) fn view(w: &Vectors) -> DeltaVectors<'_> {
         decay: &w.decay,
         dt_bias: &w.dt_bias,
         norm: &w.norm,
+        gate: OutputGate::Silu,
     }
 }
 

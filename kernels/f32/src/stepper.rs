@@ -5,13 +5,13 @@ use super::dense::Dense;
 use super::head::OpsHead;
 use super::turned::Turned;
 use super::{Pass, Seen, Shown, Tape, Workspace};
-use nq_formats::{Tensor, Weight};
+use nq_formats::Weight;
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps, delta_state_bytes};
 use nq_model::forward::{self, VectorSpec};
 use nq_model::{LinearKind, LinearSpec, ModelConfig, NormKind, Product};
 use nq_runtime::interface::Observer;
-use nq_runtime::models::LayerWeights;
+use nq_runtime::models::{Ending, LayerWeights};
 use nq_runtime::stacks::Stacks;
 use nq_runtime::states::shape_of;
 use nq_runtime::stepper::{
@@ -299,7 +299,7 @@ where
     fn run(
         &mut self,
         layer: &DenseLayer<O>,
-        piece: &LayerPiece,
+        (piece, _): (&LayerPiece, &[u32]),
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {
@@ -346,10 +346,13 @@ where
         Ok(Some(moments.collect::<Result<_>>()?))
     }
 
-    fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
+    fn head(&mut self, ending: &Ending, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
+        if ending.mix.is_some() {
+            return Err(Error::no_streams("a forward in full precision"));
+        }
         self.room = None;
         let (ops, eps) = (Arc::clone(&self.ops), self.config.rms_norm_eps);
-        Ok(Box::new(OpsHead::new(ops, norm, head, rows, eps)?))
+        Ok(Box::new(OpsHead::new(ops, &ending.norm, head, rows, eps)?))
     }
 }
 
@@ -513,7 +516,7 @@ mod tests {
             .map(|&n| (0..n).map(|i| (i * 37 + n) % 4000).collect())
             .collect();
         let embedding = models::embedding(store, config).unwrap();
-        let mut a = Hidden::embed(&embedding, &text).unwrap();
+        let mut a = Hidden::embed(&embedding, &text, 1).unwrap();
         let mut b = a.clone();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
@@ -541,7 +544,7 @@ mod tests {
             cpu.layer(index, &weights, &mut b, &mut ()).unwrap();
             assert!(off(&a.data, &b.data) < 1e-4, "{}", off(&a.data, &b.data));
         }
-        let norm = models::final_norm(store, config).unwrap();
+        let norm = Ending::read(store, config).unwrap();
         let rows = 3..40;
         let a = own.head(&norm, &embedding, &a, rows.clone()).unwrap();
         let b = cpu.head(&norm, &embedding, &b, rows).unwrap();
@@ -556,11 +559,13 @@ mod tests {
         let mut hidden = Hidden {
             data: vec![f32::NAN; 2 * config.hidden_size],
             lengths: vec![2],
+            tokens: vec![0; 2],
         };
         let mut own = Stepper(FullPrecision::new(CpuOps, config, 64));
         let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
         assert!(error.to_string().contains("layer 1"), "{error}");
         hidden.lengths = vec![3];
+        hidden.tokens.push(0);
         let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
         assert!(error.to_string().contains("residual stream"), "{error}");
     }

@@ -12,10 +12,10 @@ use crate::second_order::InputStats;
 use crate::trellis;
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Progress, Scheme, Weight, hash};
-use nq_model::names::{EMBEDDING, HEAD, NORM, Shape};
-use nq_model::{Dims, mtp};
+use nq_model::names::{EMBEDDING, HEAD, Shape, end_parameters};
+use nq_model::{Dims, ModelConfig, mtp};
 use nq_runtime::Hidden;
-use nq_runtime::models;
+use nq_runtime::models::{self, Ending};
 
 impl Job<'_> {
     /// A hash of everything that this last step depends on besides the plan: all schemes.
@@ -39,17 +39,16 @@ impl Job<'_> {
             return Ok(());
         }
         let (config, store) = (self.config(), self.checkpoint.store());
-        let norm = models::final_norm(store, config)?;
+        let ending = Ending::read(store, config)?;
         let inputs = match stream {
             Some(stream) => {
                 let needs = self.method.needs();
-                let (norm, eps) = (norm.to_f32()?, config.rms_norm_eps);
                 let looked_up = if config.tie_word_embeddings {
                     LOOKED_UP
                 } else {
                     0.0
                 };
-                let inputs = head_inputs(&stream.data, &norm, eps, needs, looked_up);
+                let inputs = head_inputs(config, &ending, &stream.data, needs, looked_up)?;
                 drop(stream);
                 Some(self.on_device(inputs)?)
             }
@@ -109,11 +108,24 @@ impl Job<'_> {
         writer.remove_step(ENDS)?;
         state.steps.insert(ENDS.into(), report);
         save(writer, state)?;
-        let mut params = vec![(NORM.to_owned(), Param::Vector(&norm))];
+        let mut params = ending_params(config, &ending);
         for (name, weight) in &weights {
             params.push(((*name).to_owned(), Param::Matrix(weight)));
         }
         Ok(writer.put(ENDS, &params)?)
+    }
+
+    /// Stages the tables of n-grams, if there are any, as they are: part by part, so that no more than a part is in memory.
+    pub(super) fn copy_tables(&self, writer: &Writer) -> Result<()> {
+        for (name, dims) in nq_runtime::ngrams::parts(self.config()) {
+            let step = format!("table-{name}");
+            if writer.staged(&step)?.is_none() {
+                let source = self.checkpoint.store().matrix(&name, dims)?;
+                writer.put(&step, &[(name, Param::Matrix(&source))])?;
+                source.release();
+            }
+        }
+        Ok(())
     }
 
     /// A hash of what the step of an MTP layer depends on besides the plan; `None` without one.
@@ -171,6 +183,16 @@ impl Job<'_> {
         let params: Vec<_> = vectors.chain(matrices).collect();
         Ok(writer.put(MTP, &params)?)
     }
+}
+
+/// The parameters between the last layer and the head, by name. They are not quantized.
+fn ending_params<'e>(config: &ModelConfig, ending: &'e Ending) -> Vec<(String, Param<'e>)> {
+    let mut mix = ending.mix.iter().flatten();
+    let param = |(name, shape)| match shape {
+        Shape::Vector(_) => Some((name, Param::Vector(&ending.norm))),
+        Shape::Matrix(..) => Some((name, Param::Matrix(mix.next()?))),
+    };
+    end_parameters(config).filter_map(param).collect()
 }
 
 /// The embedding, the head or a weight of an MTP layer in its final form, rounded to nearest.

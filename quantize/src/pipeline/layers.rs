@@ -14,6 +14,7 @@ use nq_formats::{Progress, Scheme, Tensor, Unit, Weight, mapping};
 use nq_load::stepper;
 use nq_model::names::EMBEDDING;
 use nq_model::{LinearSpec, ModelConfig};
+use nq_runtime::ngrams::NgramRows;
 use nq_runtime::{
     ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, models,
 };
@@ -58,9 +59,11 @@ impl Job<'_> {
                 let Some(staged) = writer.staged(&step_name(index))? else {
                     unreachable!("counted among the finished ones")
                 };
-                let weights = staged_layer(&staged, config, index)?;
+                let mut weights = staged_layer(&staged, config, index)?;
+                // Tables are staged as they are.
+                weights.table = NgramRows::open(self.checkpoint.store(), config, index)?;
                 let mut pass = RowProgress {
-                    width: config.hidden_size,
+                    width: config.stream_width(),
                     progress: &self.progress,
                 };
                 stepper.layer(index, &weights, stream, &mut pass)?;
@@ -96,7 +99,7 @@ impl Job<'_> {
             drop(params);
             if let Some(stream) = &mut stream {
                 let mut pass = RowProgress {
-                    width: config.hidden_size,
+                    width: config.stream_width(),
                     progress: &self.progress,
                 };
                 let run = || stepper.layer(index, &done.weights, stream, &mut pass);
@@ -135,13 +138,14 @@ impl Job<'_> {
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims().pair();
+        let streams = self.config().streams();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
             // `embed` refuses a token past the vocabulary with a named error.
-            return Ok(Hidden::embed(&embedding, &text.ids)?);
+            return Ok(Hidden::embed(&embedding, &text.ids, streams)?);
         }
         if schemes.of(EMBEDDING).and_then(Scheme::trellis).is_some() {
-            return Ok(Hidden::embed(&embedding, &text.ids)?);
+            return Ok(Hidden::embed(&embedding, &text.ids, streams)?);
         }
         let mut place = vec![0; vocab];
         let mut rows = vec![0.0; ids.len() * width];
@@ -154,7 +158,10 @@ impl Job<'_> {
         let (rounded, _) = end(schemes, EMBEDDING, &rows, None)?;
         let places = |ids: &Vec<u32>| ids.iter().map(|&id| place[id as usize]).collect();
         let places: Vec<Vec<u32>> = text.ids.iter().map(places).collect();
-        Ok(Hidden::embed(&rounded, &places)?)
+        Ok(Hidden {
+            tokens: text.ids.concat(),
+            ..Hidden::embed(&rounded, &places, streams)?
+        })
     }
 
     /// The layer stepper on the requested device, whose Linears round their inputs as `activations` say.

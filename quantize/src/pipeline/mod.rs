@@ -236,7 +236,8 @@ impl Job<'_> {
             let tables = if config.tie_word_embeddings { 1 } else { 2 };
             let rows = (tables * config.vocab_size + config.mtp_layers) as u64;
             (self.progress).begin(plan::ENDS, rows, Unit::Items);
-            let ended = self.quantize_ends(writer, state, schemes, stream);
+            let ended = self.copy_tables(writer);
+            let ended = ended.and_then(|()| self.quantize_ends(writer, state, schemes, stream));
             let ended = ended.and_then(|()| self.quantize_mtp(writer, state, schemes));
             self.progress.end();
             ended?;

@@ -109,7 +109,7 @@ impl Probe<'_> {
 /// Bytes of the streams of all variants, and of the layers and the head besides.
 pub(crate) fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
     let (n, length) = shape(config, groups, tokens);
-    let stream = 4 * n * length * config.hidden_size;
+    let stream = 4 * n * length * config.stream_width();
     let streams = (groups + 5) * stream; // with the source's own, all layers' and copies
     // The reference's logits, those of its first tile, and those of one variant.
     let logits = 3 * LOGITS.min(4 * config.vocab_size * length.div_ceil(2));

@@ -11,10 +11,10 @@ use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};
 use crate::second_order::InputStats;
 use nq_evals::kld_rows;
-use nq_formats::{Tensor, Weight};
+use nq_formats::Weight;
 use nq_model::names::{EMBEDDING, HEAD};
 use nq_model::{ModelConfig, Product};
-use nq_runtime::models;
+use nq_runtime::models::{self, Ending};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights};
 use std::ops::Range;
 
@@ -46,7 +46,7 @@ pub(super) struct SensitivityRun<'r> {
 
 /// The final norm and the head.
 struct ModelEnd {
-    norm: Tensor,
+    ending: Ending,
     head: Weight,
     /// The head's group and name, if it is measured.
     group: Option<(usize, &'static str)>,
@@ -61,10 +61,11 @@ impl<'r> SensitivityRun<'r> {
         embedding: &Weight,
     ) -> Result<Self> {
         let grid = Grid::new(PROBE)?;
-        let mut stream = Hidden::embed(embedding, probe.text)?;
+        let streams = config.streams();
+        let mut stream = Hidden::embed(embedding, probe.text, streams)?;
         let rounded = stream.clone();
         let calibration = match probe.calibration {
-            Some(text) => Some(Hidden::embed(embedding, text)?),
+            Some(text) => Some(Hidden::embed(embedding, text, streams)?),
             None => None,
         };
         let mut variants = vec![Variant::Source];
@@ -72,7 +73,7 @@ impl<'r> SensitivityRun<'r> {
         (stream.data).reserve_exact(stream.data.len() * (probe.groups.len() + 1));
         if let Some(g) = group_at(probe.groups, GroupPlace::Embedding) {
             let (weight, _) = rtn::round_rows(EMBEDDING, embedding, grid, Fit::clip(), &[])?;
-            join(&mut stream, Hidden::embed(&weight, probe.text)?);
+            join(&mut stream, Hidden::embed(&weight, probe.text, streams)?);
             variants.push(Variant::Group(g));
         }
         Ok(SensitivityRun {
@@ -94,6 +95,7 @@ impl<'r> SensitivityRun<'r> {
         let before = Hidden {
             data: self.source_stream().to_vec(),
             lengths: self.probe.text.iter().map(Vec::len).collect(),
+            tokens: self.probe.text.concat(),
         };
         // Done before the other statistics are gathered: a device holds only one set of them.
         let tried = self.try_method(index, &source)?;
@@ -206,16 +208,16 @@ impl<'r> SensitivityRun<'r> {
 
     fn end(&self, embedding: &Weight) -> Result<ModelEnd> {
         let (store, groups) = (self.probe.store, self.probe.groups);
-        let norm = models::final_norm(store, self.config)?;
+        let ending = Ending::read(store, self.config)?;
         Ok(if self.config.tie_word_embeddings {
             ModelEnd {
-                norm,
+                ending,
                 head: embedding.clone(),
                 group: group_at(groups, GroupPlace::Embedding).map(|g| (g, EMBEDDING)),
             }
         } else {
             ModelEnd {
-                norm,
+                ending,
                 head: models::head(store, self.config)?,
                 group: group_at(groups, GroupPlace::Head).map(|g| (g, HEAD)),
             }
@@ -226,9 +228,9 @@ impl<'r> SensitivityRun<'r> {
     /// source's logits on the first tile.
     fn score(&mut self, end: &ModelEnd) -> Result<(f64, Vec<f32>)> {
         let (vocab, variants) = (self.config.vocab_size, self.variants.len());
-        let (tiles, h) = (self.tiles(), self.config.hidden_size);
+        let (tiles, h) = (self.tiles(), self.config.stream_width());
         let most = tiles.iter().map(Range::len).max().unwrap_or(0);
-        let mut head = self.stepper.open_head(&end.norm, &end.head, most)?;
+        let mut head = self.stepper.open_head(&end.ending, &end.head, most)?;
         let mut sums = vec![(0f64, 0usize); variants];
         let mut first = Vec::new();
         for tile in tiles {
@@ -269,7 +271,7 @@ impl<'r> SensitivityRun<'r> {
         let stats = self.head_inputs(end, self.source_stream())?;
         let importance = &stats.mean_square;
         let (rounded, _) = rtn::round_rows(name, &end.head, self.grid, Fit::clip(), importance)?;
-        let logits = (self.stepper).head(&end.norm, &rounded, &self.stream, tile)?;
+        let logits = (self.stepper).head(&end.ending, &rounded, &self.stream, tile)?;
         let divergences = kld_rows(&logits, first, self.config.vocab_size)?;
         let rows = sample(name, &end.head)?;
         let tried = match &self.calibration {
@@ -289,14 +291,13 @@ impl<'r> SensitivityRun<'r> {
     }
 
     fn head_inputs(&self, end: &ModelEnd, x: &[f32]) -> Result<InputStats> {
-        let (norm, eps) = (end.norm.to_f32()?, self.config.rms_norm_eps);
         let looked_up = if self.config.tie_word_embeddings {
             LOOKED_UP
         } else {
             0.0
         };
         let needs = self.probe.method.needs();
-        Ok(head_inputs(x, &norm, eps, needs, looked_up))
+        head_inputs(self.config, &end.ending, x, needs, looked_up)
     }
 
     /// Rows of the source's stream that are scored, the second half of each window, cut into tiles
@@ -330,7 +331,7 @@ fn pass(
     stream: &mut Hidden,
 ) -> Result<()> {
     let mut observer = RowProgress {
-        width: stepper.config().hidden_size,
+        width: stepper.config().stream_width(),
         progress: probe.progress,
     };
     Ok(stepper.layer(index, weights, stream, &mut observer)?)
@@ -351,4 +352,5 @@ fn by_method(probe: &Probe<'_>, name: &str, rows: &Matrix, known: &InputStats) -
 fn join(stream: &mut Hidden, more: Hidden) {
     stream.data.extend_from_slice(&more.data);
     stream.lengths.extend_from_slice(&more.lengths);
+    stream.tokens.extend_from_slice(&more.tokens);
 }

@@ -243,12 +243,12 @@ impl<O: GradOps> Graph<O> {
         self.forward(ops, student, rows)?;
         let loss = self.head_gradient(ops, teacher, student, rows, share / rows as f32)?;
         for layer in (0..self.config.num_hidden_layers).rev() {
-            for Block { norm, mixer } in student.layers[layer].blocks.iter_mut().rev() {
+            for Block { norm, mixer, .. } in student.layers[layer].blocks.iter_mut().rev() {
                 match mixer {
                     Mix::Attention(a) => self.attention_gradient(ops, norm, a, layer, rows)?,
                     Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, layer, rows)?,
                     Mix::Delta(d) => self.delta_gradient(ops, norm, d, layer, rows)?,
-                    Mix::Experts(_) => {
+                    Mix::Experts(_) | Mix::Ngrams(_) => {
                         return Err(refused(untrainable(&self.config).unwrap_or("this layer")));
                     }
                 }

@@ -38,6 +38,7 @@ fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
     match mixer {
         Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
         Mixer::Experts(_) => Some("a mixture of experts"),
+        Mixer::Ngrams(_) => Some("a model with a table of n-grams"),
     }
 }
 

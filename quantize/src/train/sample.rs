@@ -9,7 +9,9 @@ use nq_kernels::delta::DeltaShape;
 use nq_kernels::grad::{
     Allocate, DeltaInputs, DeltaStepAt, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN,
 };
-use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
+use nq_model::forward::{
+    Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared, Verbs,
+};
 use nq_model::{Dims, LinearKind, ModelConfig};
 use nq_runtime::is_recurrent;
 use nq_runtime::states::shape_of;
@@ -258,6 +260,37 @@ impl<O: GradOps> Verbs for Step<'_, O> {
             s.config.rms_norm_eps,
         );
         Ok(ops.rms_norm(&s.x, &norm.value, &mut s.h, &mut s.inv, shape, eps)?)
+    }
+
+    fn contract(
+        &mut self,
+        _layer: usize,
+        _norm: &Values<O>,
+        _hyper: &Hyper<Vec<DeviceMatrix<O>>>,
+    ) -> Result<()> {
+        Err(refused("a model with several residual streams"))
+    }
+
+    fn inject(&mut self, _layer: usize) -> Result<()> {
+        Err(refused("a model with several residual streams"))
+    }
+
+    fn select(
+        &mut self,
+        _layer: usize,
+        _norm: &Values<O>,
+        _indexer: &Indexer<Vec<DeviceMatrix<O>>, Values<O>>,
+    ) -> Result<()> {
+        Err(refused("a model with several residual streams"))
+    }
+
+    fn recall(
+        &mut self,
+        _layer: usize,
+        _norm: &Values<O>,
+        _ngrams: &Ngrams<Vec<DeviceMatrix<O>>, Values<O>>,
+    ) -> Result<()> {
+        Err(refused("a model with several residual streams"))
     }
 
     fn project(

@@ -85,6 +85,7 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
                         )
                     })
                     .collect(),
+                table: None,
             })
             .collect(),
         final_norm: vector(c.hidden_size, 1.0),

@@ -38,6 +38,14 @@ impl StreamDrafts {
         options: &LoadOptions,
     ) -> Result<Self> {
         head.check_model(model)?;
+        if model.hyper.is_some() {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "drafts of an EAGLE-3 head",
+                expected: "a model with one residual stream".into(),
+                found: format!("{} with {}", model.architecture.title, model.streams()),
+            });
+        }
         let (device, weights): (_, Weights) =
             match Device::choose(options.device)?.single("drafts of an EAGLE-3 head")? {
                 None => (

@@ -109,6 +109,9 @@ pub fn load(
             found: device.to_string(),
         });
     }
+    if config.hyper.is_some() && device != Device::Cpu {
+        return Err(Error::no_streams("nq"));
+    }
     match device {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
@@ -149,6 +152,7 @@ pub fn stepper(
     let device = Device::choose(options.device)?;
     match device.single("a forward one layer at a time")? {
         None => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
+        Some(_) if config.hyper.is_some() => Err(Error::no_streams("nq")),
         Some(n) => gpu::stepper(config, n, rows),
     }
 }

@@ -7,6 +7,7 @@ use nq_model::{
     ARCHITECTURES, Architecture, AttentionSpec, BlockSpec, HeadNorms, LayerSpec, LinearKind,
     LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec, Product,
 };
+use nq_runtime::models::Ending;
 use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
     ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
@@ -335,8 +336,8 @@ fn layer_by_layer_equals_the_whole_forward() {
         nq_load::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
     let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
     let head = nq_runtime::models::head(&store, &config).unwrap();
-    let norm = &store.vectors["model.norm"];
-    let mut hidden: Hidden = Hidden::embed(&embedding, &texts).unwrap();
+    let ending = Ending::read(&store, &config).unwrap();
+    let mut hidden: Hidden = Hidden::embed(&embedding, &texts, 1).unwrap();
     let mut seen = Recorder::default();
     for index in 0..config.num_hidden_layers {
         let weights = LayerWeights::read(&store, &config, index).unwrap();
@@ -350,7 +351,7 @@ fn layer_by_layer_equals_the_whole_forward() {
         observed,
         config.num_hidden_layers * rows * config.hidden_size
     );
-    let logits = stepper.head(norm, &head, &hidden, 0..rows).unwrap();
+    let logits = stepper.head(&ending, &head, &hidden, 0..rows).unwrap();
     let mut at = 0;
     for text in &texts {
         let spec = session_spec(1, 700, KvType::F32, 700);
@@ -521,6 +522,7 @@ fn renamed() -> &'static Architecture {
     };
     let block = |block: &BlockSpec| BlockSpec {
         norm: norm(block.norm),
+        hyper: None,
         mixer: match block.mixer {
             Mixer::Attention(a) => Mixer::Attention(AttentionSpec {
                 qkv: product(a.qkv),
@@ -529,13 +531,14 @@ fn renamed() -> &'static Architecture {
                     k: norm(h.k),
                 }),
                 gated: a.gated,
+                indexer: None,
                 o: product(a.o),
             }),
             Mixer::Mlp(m) => Mixer::Mlp(MlpSpec {
                 gate_up: product(m.gate_up),
                 down: product(m.down),
             }),
-            Mixer::Delta(_) | Mixer::Experts(_) => panic!("a dense layer"),
+            Mixer::Delta(_) | Mixer::Experts(_) | Mixer::Ngrams(_) => panic!("a dense layer"),
         },
     };
     let layer = |layer: &LayerSpec| LayerSpec {
@@ -571,7 +574,7 @@ fn another_architecture_of_the_same_layers_is_a_table() {
         let mut stepper =
             nq_load::stepper(config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
         let embedding = nq_runtime::models::embedding(&store, config).unwrap();
-        let mut hidden = Hidden::embed(&embedding, std::slice::from_ref(&text)).unwrap();
+        let mut hidden = Hidden::embed(&embedding, std::slice::from_ref(&text), 1).unwrap();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(&store, config, index).unwrap();
             stepper

@@ -9,7 +9,7 @@ use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_model::ModelConfig;
 use nq_runtime::generate::Sequence;
-use nq_runtime::models::LayerWeights;
+use nq_runtime::models::{Ending, LayerWeights};
 use nq_runtime::{
     ActivationChoice, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions,
     LogitsWanted, Sampler, SamplingParams, Session, Speculation,
@@ -42,8 +42,12 @@ fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         .unwrap()
 }
 
-fn configs() -> [ModelConfig; 2] {
-    [hybrid("qwen35", 6, false), hybrid("qwen35moe", 4, false)]
+fn configs() -> [ModelConfig; 3] {
+    [
+        hybrid("qwen35", 6, false),
+        hybrid("qwen35moe", 4, false),
+        hybrid("qwen4exp", 4, false),
+    ]
 }
 
 /// The text's tokens, without the one that the model cannot read.
@@ -235,7 +239,7 @@ fn pages_and_states_move_to_another_session() {
 /// Sequences of random steps, forks and cuts give what each text gives alone, whatever was kept and forgotten.
 #[test]
 fn random_cuts_and_forks_reach_true_states() {
-    let [config, _] = configs();
+    let [config, ..] = configs();
     let (engine, _) = load(&config);
     let slots = 3;
     let mut s = session(&*engine, slots);
@@ -321,7 +325,7 @@ fn the_stepper_runs_recurrences() {
             nq_load::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
         let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
         let head = nq_runtime::models::head(&store, &config).unwrap();
-        let mut hidden = Hidden::embed(&embedding, &texts).unwrap();
+        let mut hidden = Hidden::embed(&embedding, &texts, config.streams()).unwrap();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(&store, &config, index).unwrap();
             stepper
@@ -329,8 +333,8 @@ fn the_stepper_runs_recurrences() {
                 .unwrap();
         }
         let rows: usize = texts.iter().map(Vec::len).sum();
-        let norm = &store.vectors["model.norm"];
-        let logits = stepper.head(norm, &head, &hidden, 0..rows).unwrap();
+        let ending = Ending::read(&store, &config).unwrap();
+        let logits = stepper.head(&ending, &head, &hidden, 0..rows).unwrap();
         let mut at = 0;
         for text in &texts {
             let want = feed(&mut *session(&*engine, 1), 0, text);
@@ -349,7 +353,7 @@ fn the_stepper_runs_recurrences() {
 /// Engines without kernels for recurrences say so before they read a weight.
 #[test]
 fn other_engines_refuse_recurrences() {
-    let [config, _] = configs();
+    let [config, ..] = configs();
     let store = Store::random(&config, 3);
     let candle = options(EngineKind::Candle);
     let on_gpu = LoadOptions {

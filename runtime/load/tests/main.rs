@@ -12,6 +12,7 @@ mod encoder;
 mod exact;
 mod experts;
 mod families;
+mod flash_next;
 mod forward;
 mod generate;
 mod golden;

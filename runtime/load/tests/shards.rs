@@ -35,7 +35,16 @@ fn owner_of_row(kind: LinearKind, row: usize, c: &ModelConfig, ranks: usize) -> 
         | LinearKind::Router
         | LinearKind::Down
         | LinearKind::SharedScore
-        | LinearKind::SharedDown => None,
+        | LinearKind::SharedDown
+        | LinearKind::AttentionMixDown
+        | LinearKind::AttentionMixUp
+        | LinearKind::AttentionInject
+        | LinearKind::MlpMixDown
+        | LinearKind::MlpMixUp
+        | LinearKind::MlpInject
+        | LinearKind::IndexQk
+        | LinearKind::NgramKey
+        | LinearKind::NgramValue => None,
     }
 }
 

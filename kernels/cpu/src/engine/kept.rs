@@ -1,63 +1,73 @@
 //! Takes the latest rows out of states again: a state cannot be shortened, but it can be made again from the one before
 //! these rows and from what they brought into it. So drafted tokens can be checked by rows of one forward.
 
-use super::cache::LayerCache;
+use super::cache::{LayerCache, StateParts};
+use super::streams::{append_index_keys, append_ngrams};
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Span};
 use nq_model::ModelConfig;
 use nq_runtime::states::delta_shape;
 
-/// The inputs of recurrences in the latest forward, for the rows of sequences that may be cut within them.
+/// What states are made of in the latest forward, for the rows of sequences that may be cut within them.
 #[derive(Default)]
 pub(crate) struct KeptRows {
     /// The sequences, and their rows among those kept.
     sequences: Vec<(usize, Span)>,
     rows: usize,
-    layers: Vec<Inputs>,
+    tokens: Vec<u32>, // [rows]
+    layers: Vec<[Vec<f32>; INPUTS]>,
 }
 
-/// What a layer's recurrence reads, for all rows kept.
-#[derive(Default)]
-struct Inputs {
-    qkvz: Vec<f32>,
-    ba: Vec<f32>,
+/// What a layer's states are made of, for all rows kept.
+#[derive(Clone, Copy)]
+pub(crate) enum KeptInput {
+    /// Queries, keys, values and gates of a recurrence.
+    Qkvz,
+    /// Its rates.
+    Ba,
+    /// Inputs of the convolution over n-grams.
+    Ngrams,
+    /// Keys of an indexer.
+    IndexKeys,
 }
+
+/// Number of [`KeptInput`]s.
+const INPUTS: usize = 4;
 
 impl KeptRows {
-    /// Forgets the rows of the forward before, and has those of `sequences` (slot, length, rows) kept.
-    pub(super) fn begin(&mut self, sequences: impl Iterator<Item = (usize, usize, usize)>) {
+    /// Forgets the rows of the forward before, and has those of `sequences` (slot, length, new tokens) kept.
+    pub(super) fn begin<'a>(&mut self, sequences: impl Iterator<Item = (usize, usize, &'a [u32])>) {
         self.sequences.clear();
+        self.tokens.clear();
         self.rows = 0;
-        for (slot, position, len) in sequences {
-            let row = self.rows;
+        for (slot, position, tokens) in sequences {
+            let (row, len) = (self.rows, tokens.len());
             self.sequences.push((slot, Span { row, len, position }));
+            self.tokens.extend_from_slice(tokens);
             self.rows += len;
         }
     }
 
-    /// Keeps, of the inputs of a layer's recurrence, the rows of each span whose sequence is to be kept.
+    /// Keeps, of what a layer's states are made of, `all` `[rows, width]`, the rows of each span whose sequence is to be
+    /// kept.
     pub(super) fn keep(
         &mut self,
         layer: usize,
         spans: impl Iterator<Item = (usize, Span)>,
-        qkvz: &[f32],
-        ba: &[f32],
+        (input, all): (KeptInput, &[f32]),
         rows: usize,
     ) {
         if self.sequences.is_empty() {
             return;
         }
         if self.layers.len() <= layer {
-            self.layers.resize_with(layer + 1, Inputs::default);
+            self.layers.resize_with(layer + 1, Default::default);
         }
-        let to = &mut self.layers[layer];
-        to.qkvz.clear();
-        to.ba.clear();
+        let to = &mut self.layers[layer][input as usize];
+        to.clear();
+        let width = all.len() / rows;
         for (_, span) in spans.filter(|(slot, _)| self.sequences.iter().any(|s| s.0 == *slot)) {
-            for (to, all) in [(&mut to.qkvz, qkvz), (&mut to.ba, ba)] {
-                let width = all.len() / rows;
-                to.extend_from_slice(&all[span.row * width..][..span.len * width]);
-            }
+            to.extend_from_slice(&all[span.row * width..][..span.len * width]);
         }
     }
 
@@ -75,28 +85,39 @@ impl KeptRows {
         (layers, caches): (&[CpuLayer], &mut [LayerCache]),
         (slot, span, count): (usize, Span, usize),
     ) {
-        let shape = delta_shape(c);
-        let mut out = vec![0.0; count * shape.values()];
+        let shape = c.delta.map(|_| delta_shape(c));
+        let mut out = vec![0.0; count * shape.map_or(0, |s| s.values())];
+        let tokens = &self.tokens[span.row..span.row + count];
         for (index, (layer, cache)) in layers.iter().zip(caches).enumerate() {
-            let Some(delta) = layer.recurrence() else {
+            let parts = StateParts::of_layer(c, c.layer(index));
+            let rows = |input: KeptInput| {
+                let all = &self.layers[index][input as usize];
+                let width = all.len() / self.rows;
+                &all[span.row * width..][..count * width]
+            };
+            if let (false, Some(table)) = (parts.ngrams.is_empty(), &c.ngrams) {
+                let state = cache.part_mut(slot, &parts.ngrams);
+                append_ngrams(table, state, rows(KeptInput::Ngrams), tokens);
+            }
+            if let (false, Some(indexer)) = (parts.index.is_empty(), &c.indexer) {
+                let state = cache.part_mut(slot, &parts.index);
+                append_index_keys(indexer, state, rows(KeptInput::IndexKeys), span.position);
+            }
+            let (Some(delta), Some(shape), Some(of_model)) = (layer.recurrence(), shape, c.delta)
+            else {
                 continue;
             };
-            let Inputs { qkvz, ba } = &self.layers[index];
-            let rows = |all: &[f32]| {
-                let width = all.len() / self.rows;
-                all[span.row * width..][..count * width].to_vec()
-            };
             let rows = DeltaRows {
-                qkvz: &mut rows(qkvz),
-                ba: &rows(ba),
+                qkvz: &mut rows(KeptInput::Qkvz).to_vec(),
+                ba: rows(KeptInput::Ba),
             };
             let spans = [Span {
                 row: 0,
                 len: count,
                 ..span
             }];
-            let vectors = delta_vectors(delta);
-            let mut states = cache.states_mut(&[slot]);
+            let vectors = delta_vectors(delta, of_model.gate);
+            let mut states = cache.states_mut(&[slot], &parts.delta);
             let eps = c.rms_norm_eps;
             cpu.delta(&shape, &vectors, rows, &spans, &mut states, eps, &mut out);
         }

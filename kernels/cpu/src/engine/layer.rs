@@ -1,16 +1,18 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
 use super::adapters::{AdaptedBatch, AdapterScratch, CpuAdapters};
-use super::cache::LayerCache;
-use super::kept::KeptRows;
+use super::cache::{LayerCache, StateParts};
+use super::kept::{KeptInput, KeptRows};
+use super::streams::{StreamInputs, StreamScratch};
 use super::weights::{CpuLayer, delta_vectors};
-use crate::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
+use crate::{Cpu, DeltaRows, Epilogue, Linear, Span};
 use nq_formats::Weight;
 use nq_formats::adapter::ProductKey;
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 use nq_model::forward::{
-    self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
+    self, Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared,
+    VectorSpec, Verbs,
 };
 use nq_model::{ModelConfig, Product};
 use nq_runtime::images::Coordinates;
@@ -87,8 +89,10 @@ pub(crate) struct Pass<'a> {
     /// The page table of each slot's sequence.
     pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
-    /// The residual stream `[m, hidden]`.
+    /// The residual stream `[m, hidden]`, or `[m, streams, hidden]`.
     pub(crate) x: &'a mut [f32],
+    /// What models with several streams read besides; `None` for a layer that drafts.
+    pub(crate) inputs: Option<StreamInputs<'a>>,
     /// Queries, keys and values `[m, q_dim + 2 kv_dim]` of attention, if they were made of more than `x`.
     pub(crate) qkv: Option<&'a [f32]>,
     pub(crate) observer: &'a mut dyn Observer,
@@ -102,10 +106,43 @@ impl Verbs for Pass<'_> {
     type Error = Error;
 
     fn norm(&mut self, norm: &Vec<f32>) -> Result<()> {
-        let c = self.config;
-        let normed = &mut self.scratch.normed[..self.batch.rows() * c.hidden_size];
-        self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
+        let (c, m) = (self.config, self.batch.rows());
+        let normed = &mut self.scratch.normed[..m * c.stream_width()];
+        match c.hyper {
+            None => self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed),
+            Some(_) => {
+                let (h, eps) = (c.hidden_size, c.rms_norm_eps);
+                self.cpu.stream_norm(self.x, norm, h, eps, normed);
+            }
+        }
         Ok(())
+    }
+
+    fn contract(&mut self, layer: usize, norm: &Vec<f32>, hyper: &Hyper<Linear>) -> Result<()> {
+        self.read_streams(layer, norm, hyper)
+    }
+
+    fn inject(&mut self, _layer: usize) -> Result<()> {
+        self.write_streams();
+        Ok(())
+    }
+
+    fn select(
+        &mut self,
+        layer: usize,
+        _norm: &Vec<f32>,
+        indexer: &Indexer<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        self.choose_blocks(layer, indexer)
+    }
+
+    fn recall(
+        &mut self,
+        layer: usize,
+        _norm: &Vec<f32>,
+        ngrams: &Ngrams<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        self.add_ngrams(layer, ngrams)
     }
 
     fn project(
@@ -155,14 +192,9 @@ impl Verbs for Pass<'_> {
         _o: &Packed<Linear>,
     ) -> Result<()> {
         let (first, stride) = self.append(vectors);
-        let (cpu, c, batch) = (self.cpu, self.config, self.batch);
-        let (tables, kv) = (self.tables, &*self.cache.pages_mut());
-        let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
-        let m = batch.rows();
+        self.attend_rows(first, stride);
+        let (c, m) = (self.config, self.batch.rows());
         let attended = &mut self.scratch.attended[..m * c.q_dim()];
-        let q = &self.scratch.qkv[first..m * stride];
-        let (heads, d) = (c.num_attention_heads, c.head_dim);
-        cpu.attention_batch(q, stride, &batch.spans, heads, d, sequence, attended);
         // None without gates.
         let gates = &self.scratch.gates[..m * first];
         (attended.iter_mut().zip(gates)).for_each(|(y, g)| *y *= sigmoid(*g));
@@ -187,11 +219,12 @@ impl Verbs for Pass<'_> {
         let ba = &mut rates[..m * delta.rates.linear.out_features()];
         let out = &mut attended[..m * shape.values()];
         if let Some(kept) = &mut self.kept {
-            let spans = self.batch.slots.iter().zip(&self.batch.spans);
-            let spans = spans.map(|(&slot, &span)| (slot, span));
-            kept.keep(layer, spans, qkvz, ba, m);
+            let spans = || self.batch.slot_spans();
+            kept.keep(layer, spans(), (KeptInput::Qkvz, qkvz), m);
+            kept.keep(layer, spans(), (KeptInput::Ba, ba), m);
         }
-        let vectors = delta_vectors(delta);
+        let vectors = delta_vectors(delta, c.delta.map_or_else(Default::default, |d| d.gate));
+        let parts = StateParts::of_layer(c, c.layer(layer));
         // In two parts where states are kept on the way, which changes no bit.
         for part in [MarkSide::First, MarkSide::Rest] {
             let spans = self.batch.part(part);
@@ -202,12 +235,12 @@ impl Verbs for Pass<'_> {
                 qkvz: &mut *qkvz,
                 ba: &*ba,
             };
-            let mut states = self.cache.states_mut(&self.batch.slots);
+            let mut states = self.cache.states_mut(&self.batch.slots, &parts.delta);
             let eps = c.rms_norm_eps;
             cpu.delta(&shape, &vectors, rows, &spans, &mut states, eps, out);
             if part == MarkSide::First {
                 for (slot, place) in self.batch.marked() {
-                    self.cache.copy_state(slot, place);
+                    self.cache.copy_part(slot, place, &parts.delta);
                 }
             }
         }
@@ -227,9 +260,17 @@ impl Verbs for Pass<'_> {
         if is_last && !self.observer.wants_output() {
             return Ok(());
         }
-        (self.cpu).linear(&w.linear, operand, self.x, Epilogue::Add)?;
+        // What several streams get is added to each at the end of the block.
+        let to = match self.config.hyper {
+            None => &mut *self.x,
+            Some(_) => {
+                &mut scratch.streams.added
+                    [..operand.len() / w.linear.in_features() * w.linear.out_features()]
+            }
+        };
+        (self.cpu).linear(&w.linear, operand, to, Epilogue::Add)?;
         let (adapted, key) = (&self.batch.adapted, ProductKey::new(layer, w.spec));
-        adapted.add(self.cpu, key, operand, self.x, &mut scratch.adapters)
+        adapted.add(self.cpu, key, operand, to, &mut scratch.adapters)
     }
 
     fn mix(&mut self, layer: usize, _norm: &Vec<f32>, experts: &Experts<Linear>) -> Result<()> {
@@ -250,7 +291,11 @@ impl Verbs for Pass<'_> {
         }
         let routes = Routes::new(&self.scratch.scores[..m * shape.count], shape);
         self.observer.routed(layer, &routes);
-        Ok(cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?)
+        let to = match c.hyper {
+            None => &mut *self.x,
+            Some(_) => &mut self.scratch.streams.added[..m * c.hidden_size],
+        };
+        Ok(cpu.experts(&gate_up.linear, &down.linear, &routes, normed, to)?)
     }
 
     fn weigh(&mut self, shared: &Shared<Linear>) -> Result<()> {
@@ -301,7 +346,7 @@ impl Pass<'_> {
             cpu.turn_heads(qkv, stride, (start, heads, d), (norm, eps), table, rows);
         }
         let tables = self.tables;
-        let pages = self.cache.pages_mut();
+        let pages = &mut self.cache.pages_mut().kv;
         for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
             for r in 0..span.len {
                 let row = &qkv[(span.row + r) * stride + first + q_dim..][..2 * kv_dim];
@@ -312,6 +357,15 @@ impl Pass<'_> {
             }
         }
         (first, stride)
+    }
+
+    /// Behind the rows before marks, copies a part of the states of the sequences that have one to where marks say.
+    pub(super) fn copy_marked(&mut self, part: MarkSide, range: &Range<usize>) {
+        if part == MarkSide::First {
+            for (slot, place) in self.batch.marked() {
+                self.cache.copy_part(slot, place, range);
+            }
+        }
     }
 
     /// Appends keys and values of the rows `x` to their sequences, and leaves `x` as it is.
@@ -420,7 +474,7 @@ impl Batch {
     }
 
     /// The rows of each sequence before its mark, or behind it. Without one, all are before it.
-    fn part(&self, part: MarkSide) -> Vec<Span> {
+    pub(super) fn part(&self, part: MarkSide) -> Vec<Span> {
         let keep = |(span, mark): (&Span, &Option<StateMark>)| {
             let before = mark.as_ref().map_or(span.len, |m| m.rows);
             match part {
@@ -447,6 +501,26 @@ impl Batch {
     pub(crate) fn spans(&self) -> &[Span] {
         &self.spans
     }
+
+    /// The slots of their sequences.
+    pub(super) fn slots(&self) -> &[usize] {
+        &self.slots
+    }
+
+    /// The rows of each sequence, with its slot.
+    pub(super) fn slot_spans(&self) -> impl Iterator<Item = (usize, Span)> + use<'_> {
+        self.slots.iter().copied().zip(self.spans.iter().copied())
+    }
+
+    /// Cosines and sines of the rows' positions, and the row of these of each row.
+    pub(super) fn turns(&self) -> (&[(f32, f32)], &[usize]) {
+        (&self.cos_sin, &self.row_ids)
+    }
+
+    /// The adapters of the rows.
+    pub(super) fn adapted(&self) -> &AdaptedBatch {
+        &self.adapted
+    }
 }
 
 /// A place in a span at which its sequence's states are copied.
@@ -460,7 +534,7 @@ struct StateMark {
 
 /// The rows before marks, or those behind them.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum MarkSide {
+pub(super) enum MarkSide {
     First,
     Rest,
 }
@@ -468,14 +542,15 @@ enum MarkSide {
 /// Intermediate results of a layer, for up to the given number of rows.
 #[derive(Debug)]
 pub(crate) struct Scratch {
-    normed: Vec<f32>,   // [rows, hidden]
-    qkv: Vec<f32>,      // [rows, q_dim + 2 kv_dim], with gates, or what a recurrence is made of
-    attended: Vec<f32>, // [rows, q_dim], or the values of a recurrence
-    gates: Vec<f32>,    // [rows, q_dim]; none without gates
-    rates: Vec<f32>,    // [rows, 2 value heads of a recurrence]
-    gated: Vec<f32>,    // [rows, intermediate], or the width of the shared expert
-    scores: Vec<f32>,   // [rows, experts]
-    shared: Vec<f32>,   // [rows], scores of the shared expert
+    pub(super) normed: Vec<f32>,   // [rows, hidden], or all streams
+    pub(super) qkv: Vec<f32>, // [rows, q_dim + 2 kv_dim], with gates, or what a recurrence is made of
+    pub(super) attended: Vec<f32>, // [rows, q_dim], or the values of a recurrence
+    gates: Vec<f32>,          // [rows, q_dim]; none without gates
+    rates: Vec<f32>,          // [rows, 2 value heads of a recurrence]
+    gated: Vec<f32>,          // [rows, intermediate], or the width of the shared expert
+    scores: Vec<f32>,         // [rows, experts]
+    shared: Vec<f32>,         // [rows], scores of the shared expert
+    pub(super) streams: StreamScratch,
     /// Without room, unless a session has adapters.
     pub(super) adapters: AdapterScratch,
 }
@@ -493,7 +568,7 @@ impl Scratch {
             Some(experts) => (experts.shared, experts.count, 1),
         };
         [
-            c.hidden_size,
+            c.stream_width(),
             qkv.max(inputs),
             c.q_dim().max(values),
             c.gate_dim(),
@@ -517,6 +592,7 @@ impl Scratch {
             gated,
             scores,
             shared,
+            streams: StreamScratch::new(c, rows),
             adapters: AdapterScratch::default(),
         }
     }
@@ -524,6 +600,6 @@ impl Scratch {
     /// Bytes that [`Scratch::new`] reserves.
     pub(crate) fn bytes(c: &ModelConfig, rows: usize) -> usize {
         let row: usize = Self::widths(c).iter().sum();
-        size_of::<f32>() * rows * row
+        size_of::<f32>() * rows * row + StreamScratch::bytes(c, rows)
     }
 }

@@ -11,6 +11,7 @@ pub mod plan;
 mod session;
 mod stepper;
 mod stream_drafts;
+mod streams;
 mod tower;
 mod weights;
 
@@ -24,7 +25,7 @@ pub use tower::CpuTower;
 use crate::{Cpu, Linear, TeamOptions};
 use adapters::{CpuAdapter, CpuAdapters};
 use layer::{layer_bytes, pack, pack_layer};
-use model::CpuModel;
+use model::{CpuEnding, CpuModel};
 use nq_formats::adapter::Lora;
 use nq_formats::{AffineScheme, Progress, Scheme, Weight, WeightStore};
 use nq_kernels::KernelSet;
@@ -35,7 +36,7 @@ use nq_runtime::interface::{
     AppliedAdapter, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
-use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::models::{self, Ending, LayerWeights};
 use nq_runtime::rope::Rotary;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
 use nq_runtime::{Error, Result};
@@ -97,6 +98,7 @@ impl CpuEngine {
         };
         embedding.iter().for_each(|w| done.add(w));
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        let mut tables = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
             layers.push(pack_layer(
@@ -108,8 +110,9 @@ impl CpuEngine {
                 &mut census,
             )?);
             weights.linears.values().for_each(|w| done.add(w));
+            tables.push(weights.table);
         }
-        let norm = models::final_norm(store, config)?.to_f32()?;
+        let ending = CpuEnding::pack(&cpu, options, &Ending::read(store, config)?)?;
         done.end();
         let held = |scheme: Scheme, dims| {
             let held = |s: AffineScheme| AffineScheme::new(crate::held_bits(&s), s.group, s.zeros);
@@ -142,7 +145,8 @@ impl CpuEngine {
             cpu,
             embedding,
             layers,
-            norm,
+            tables,
+            ending,
             head,
         };
         Ok(CpuEngine {
@@ -170,7 +174,7 @@ impl Engine for CpuEngine {
             .iter()
             .map(|l| layer_bytes(&m.config, l))
             .sum::<usize>()
-            + 4 * m.norm.len()
+            + m.ending.bytes()
             + m.head.bytes()
     }
 
@@ -188,8 +192,14 @@ impl Engine for CpuEngine {
         let kept = m.layers.iter().flat_map(CpuLayer::kept);
         let embedding = m.embedding.as_ref().map_or(0, Weight::bytes);
         let (kv, scratch) = session_bytes(&m.config, spec);
+        let mix = m.ending.mix.iter().flatten();
         Some(DeviceMemory {
-            weights: linears.chain(kept).map(Linear::bytes).sum::<usize>() + embedding,
+            weights: linears
+                .chain(kept)
+                .chain(mix)
+                .map(Linear::bytes)
+                .sum::<usize>()
+                + embedding,
             kv,
             scratch: scratch + self.adapters.widths().bytes(spec.max_rows),
             free: available_memory().map_or(usize::MAX, |bytes| bytes as usize),

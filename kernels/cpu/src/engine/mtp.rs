@@ -118,8 +118,8 @@ impl DraftHead for MtpDrafter {
         let model = &*self.model;
         // The layer reads what the head of the model does.
         let mut hidden = vec![0.0; streams.len()];
-        let eps = model.config.rms_norm_eps;
-        model.cpu.rms_norm(streams, &model.norm, eps, &mut hidden);
+        let shape = (&model.cpu, &model.config);
+        model.ending.run(shape, streams, &mut hidden)?;
         self.rows(tokens, &hidden)
     }
 

@@ -62,6 +62,15 @@ pub fn hold_model(
             WeightSource::Mapped => embedding.min(row * DISTINCT.min(tokens)),
         });
     }
+    for (name, dims) in nq_runtime::ngrams::parts(c) {
+        let part = kinds(&name).bytes(dims);
+        // Each token reads a row for each of its n-grams, which lie anywhere.
+        let heads = c.ngrams.as_ref().map_or(0, |n| n.heads().div_ceil(n.parts));
+        held.add(match source {
+            WeightSource::Made => part,
+            WeightSource::Mapped => part.min(PAGE * heads * tokens),
+        });
+    }
     for layer in 0..c.num_hidden_layers {
         let spec = c.layer(layer);
         let kind = |l: &LinearSpec| kinds(&l.name(layer));
@@ -78,8 +87,17 @@ pub fn hold_model(
         let biases = spec.biased().map(|l| l.dims(c).rows);
         (norms.chain(biases).chain(others)).for_each(|n| held.add(size_of::<f32>() * n));
     }
-    held.add(size_of::<f32>() * c.hidden_size);
+    held.add(ending_bytes(c, kinds));
     held
+}
+
+/// Bytes of what stands between the last layer and the head.
+fn ending_bytes(c: &ModelConfig, kinds: Kinds<'_>) -> usize {
+    let bytes = |(name, shape): (String, Shape)| match shape {
+        Shape::Vector(len) => size_of::<f32>() * len,
+        Shape::Matrix(rows, cols) => Linear::bytes_of(kinds(&name), Dims::new(rows, cols)),
+    };
+    names::end_parameters(c).map(bytes).sum()
 }
 
 /// Bytes of weights of these kinds that one token reads, as [`Engine::bytes_per_token`](nq_runtime::Engine::bytes_per_token)
@@ -107,7 +125,7 @@ pub fn bytes_per_token(c: &ModelConfig, kinds: Kinds<'_>) -> usize {
     let dims = Dims::new(c.vocab_size, c.hidden_size);
     let head = Linear::bytes_of(kinds(names::head(c)), dims);
     let layers = (0..c.num_hidden_layers).map(layer);
-    layers.sum::<usize>() + size_of::<f32>() * c.hidden_size + head
+    layers.sum::<usize>() + ending_bytes(c, kinds) + head
 }
 
 /// Memory of a model whose matrices, in mapped files, are of these kinds, and of a session of it.

@@ -8,6 +8,7 @@ use super::layer::{Batch, Pass, Scratch};
 use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
+use super::streams::StreamInputs;
 use crate::{Epilogue, FEW_ROWS, Span};
 use nq_model::ModelConfig;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
@@ -37,9 +38,9 @@ pub(super) struct CpuSession {
     stateless: Vec<bool>, // [slots]: pages were appended, whose states are missing
     batch: Batch,
     scratch: Scratch,
-    x: Vec<f32>,       // [max_rows, hidden], the residual stream
+    x: Vec<f32>, // [max_rows, hidden], the residual stream, or [max_rows, streams, hidden]
     head_in: Vec<f32>, // [rows wanted, hidden]
-    logits: Vec<f32>,  // [rows wanted, vocab]
+    logits: Vec<f32>, // [rows wanted, vocab]
     taps: Taps,
 }
 
@@ -97,7 +98,7 @@ fn places(spec: &SessionSpec) -> usize {
 /// Bytes that [`CpuSession::new`] and a layer that drafts for it reserve: (keys and values, activations without the logits,
 /// which depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
-    let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
+    let stream = size_of::<f32>() * spec.max_rows * c.stream_width();
     let page = page_bytes(c, spec.kv)
         + match spec.drafts {
             DraftedBy::Layer(layer) => draft_page_bytes(&layer),
@@ -128,7 +129,7 @@ impl CpuSession {
             stateless: vec![false; spec.slots],
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch,
-            x: vec![0.0; spec.max_rows * c.hidden_size],
+            x: vec![0.0; spec.max_rows * c.stream_width()],
             head_in: Vec::new(),
             logits: Vec::new(),
             taps: Taps::default(),
@@ -146,10 +147,10 @@ impl CpuSession {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let model = &*self.model;
-        let x = &mut self.x[..self.batch.rows() * model.config.hidden_size];
-        let tokens = chunks.iter().flat_map(|c| c.tokens);
-        model.embed(tokens, x)?;
-        let h = model.config.hidden_size;
+        let x = &mut self.x[..self.batch.rows() * model.config.stream_width()];
+        let tokens: Vec<u32> = chunks.iter().flat_map(|c| c.tokens).copied().collect();
+        model.embed(tokens.iter(), x)?;
+        let h = model.config.stream_width();
         // Shows the rows of images, level by level, to the rows of the stream in their places.
         let (batch, images) = (&self.batch, &self.images);
         let show = |x: &mut [f32], level: usize, each: fn((&mut f32, &f32))| {
@@ -171,6 +172,11 @@ impl CpuSession {
                 tables: self.tables.all(),
                 scratch: &mut self.scratch,
                 x,
+                inputs: Some(StreamInputs {
+                    tokens: &tokens,
+                    table: model.tables[index].as_ref(),
+                    rotary: &model.rotary,
+                }),
                 qkv: None,
                 observer,
                 kept: Some(&mut self.kept),
@@ -231,7 +237,7 @@ impl CpuSession {
     /// Runs the layers, and finds the first that fails if the last one's output is not finite.
     fn run_located(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         self.run_layers(chunks, false, observer)?;
-        let rows = self.batch.rows() * self.model.config.hidden_size;
+        let rows = self.batch.rows() * self.model.config.stream_width();
         if !all_finite(&self.x[..rows]) {
             // Running again is safe (states that it has brought forward are lost anyway); the layer that
             // fails first is worth the time.
@@ -260,8 +266,11 @@ impl CpuSession {
                 self.checked[slot] = Some(position);
             }
         }
-        let rows = |c: &&Chunk<'_>| (c.slot, self.tables.len(c.slot), c.tokens.len());
-        self.kept.begin(checked.iter().map(rows));
+        let tables = &self.tables;
+        let rows = checked
+            .iter()
+            .map(|c| (c.slot, tables.len(c.slot), c.tokens));
+        self.kept.begin(rows);
     }
 
     fn clear_states(&mut self, slot: usize) {
@@ -344,23 +353,24 @@ impl CpuSession {
     }
 
     /// Final norm over the rows that the chunks want.
-    fn run_norm(&mut self, chunks: &[Chunk<'_>]) {
+    fn run_norm(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
         let model = &*self.model;
         let c = &model.config;
-        let h = c.hidden_size;
+        let (h, width) = (c.hidden_size, c.stream_width());
         let rows_of = |chunk: &Chunk<'_>| chunk.logits.rows(chunk.tokens.len());
         let wanted: usize = chunks.iter().map(|c| rows_of(c).len()).sum();
         self.head_in.resize(wanted * h, 0.0);
         let mut at = 0;
         for (chunk, span) in chunks.iter().zip(self.batch.spans()) {
             let rows = rows_of(chunk);
-            let x = &self.x[(span.row + rows.start) * h..(span.row + rows.end) * h];
-            let normed = &mut self.head_in[at..at + x.len()];
+            let x = &self.x[(span.row + rows.start) * width..(span.row + rows.end) * width];
+            let normed = &mut self.head_in[at..at + rows.len() * h];
             if !x.is_empty() {
-                model.cpu.rms_norm(x, &model.norm, c.rms_norm_eps, normed);
+                model.ending.run((&model.cpu, c), x, normed)?;
             }
-            at += x.len();
+            at += normed.len();
         }
+        Ok(())
     }
 
     /// The head over the rows of [`CpuSession::run_norm`].
@@ -495,7 +505,7 @@ impl Session for CpuSession {
         let mut nobody = ();
         let observer = observer.unwrap_or(&mut nobody);
         self.run(chunks, observer)?;
-        self.run_norm(chunks);
+        self.run_norm(chunks)?;
         self.run_head(observer)?;
         if !all_finite(&self.logits) {
             self.lose(chunks);
@@ -510,7 +520,7 @@ impl Session for CpuSession {
 
     fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         self.run(chunks, &mut ())?;
-        self.run_norm(chunks);
+        self.run_norm(chunks)?;
         if !all_finite(&self.head_in) {
             self.lose(chunks);
             return Err(Error::NotFinite {

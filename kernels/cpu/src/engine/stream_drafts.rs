@@ -291,6 +291,7 @@ fn run(
             tables,
             scratch: &mut scratch,
             x,
+            inputs: None,
             qkv,
             observer: &mut (),
             kept: None,

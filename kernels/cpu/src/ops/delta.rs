@@ -13,12 +13,13 @@
 //! the update for one token also multiplies by the key of the next.
 
 use super::delta_kernels::{BLOCK, TileRows};
+use super::streams::sigmoid;
 use super::{SMALL, Span};
 use crate::memory::{Buffer, SharedSlice};
 use crate::simd::LANES;
 use crate::{Cpu, with_scratch};
 use nq_kernels::delta::DeltaShape;
-use nq_model::Dims;
+use nq_model::{Dims, OutputGate};
 
 /// Number of f32 values of a sequence's state in one layer: the matrices, as tiles `[value_heads,
 /// value_dim / 16 rounded up, key_dim, 16]`, then the last inputs of the convolution
@@ -51,6 +52,8 @@ pub struct DeltaVectors<'a> {
     pub dt_bias: &'a [f32],
     /// Gains of the norm of each head's output `[value_dim]`.
     pub norm: &'a [f32],
+    /// The function of `z` that each head's output is multiplied by.
+    pub gate: OutputGate,
 }
 
 /// The projections of the rows of a pass.
@@ -65,7 +68,7 @@ pub struct DeltaRows<'a> {
 impl Cpu {
     /// Runs the rows of each span, in order, from and to the state of the span's sequence (`states`,
     /// one per span, of [`state_len`] values; zeros for a new sequence). `out` is
-    /// `[m, values]`: each head's output after RMSNorm, times `silu(z)`. Rows outside all spans are not
+    /// `[m, values]`: each head's output after RMSNorm, times the gate of `z`. Rows outside all spans are not
     /// changed.
     ///
     /// Every row has the same bits for any number of threads and any cut of its sequence into spans.
@@ -272,7 +275,7 @@ impl DeltaPass<'_> {
         });
     }
 
-    /// RMSNorm of each head's output, times `silu(z)`. A task is a value head of a span.
+    /// RMSNorm of each head's output, times the gate of `z`. A task is a value head of a span.
     fn gate(&self, qkvz: &[f32], eps: f32, out: &mut [f32]) {
         let (shape, d) = (self.shape, self.shape.value_dim);
         let out = SharedSlice::new(out);
@@ -282,9 +285,23 @@ impl DeltaPass<'_> {
                 let from = r * shape.values() + h * d;
                 // SAFETY: each head of a row has one task.
                 let y = unsafe { out.part(from..from + d) };
-                (self.cpu.table.delta_gate)(y, self.vectors.norm, z, eps);
+                match self.vectors.gate {
+                    OutputGate::Silu => {
+                        (self.cpu.table.delta_gate)(y, self.vectors.norm, z, eps);
+                    }
+                    OutputGate::Sigmoid => gate_by_sigmoid(y, self.vectors.norm, z, eps),
+                }
             }
         });
+    }
+}
+
+/// RMSNorm of `y` with `gains`, times `sigmoid(z)`, in place.
+fn gate_by_sigmoid(y: &mut [f32], gains: &[f32], z: &[f32], eps: f32) {
+    let square = y.iter().map(|v| v * v).sum::<f32>() / y.len() as f32;
+    let inverse = (square + eps).sqrt().recip();
+    for ((y, gain), z) in y.iter_mut().zip(gains).zip(z) {
+        *y *= inverse * gain * sigmoid(*z);
     }
 }
 

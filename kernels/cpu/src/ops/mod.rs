@@ -4,6 +4,7 @@ pub(crate) mod attention;
 pub(crate) mod delta;
 pub(crate) mod delta_kernels;
 pub(crate) mod rows;
+pub(crate) mod streams;
 
 use super::memory::{Buffer, SharedSlice};
 use super::simd::LANES;

@@ -15,7 +15,7 @@ use nq_formats::{
 };
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
+use nq_model::names::{EMBEDDING, HEAD, Shape, end_parameters, is_kept};
 use nq_model::{ARCHITECTURES, DType, Delta, Dims, Experts, ModelConfig, Rope, find};
 use nq_runtime::{
     ActivationChoice, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted, Session,
@@ -140,6 +140,12 @@ impl Store {
                 matrix(&mut store, linear.name(layer), linear.dims(c));
             }
         }
+        let tables = c.ngrams.iter().flat_map(|n| n.parameters());
+        for (name, shape) in tables.chain(end_parameters(c)) {
+            if let Shape::Matrix(rows, cols) = shape {
+                matrix(&mut store, name, Dims::new(rows, cols));
+            }
+        }
         let mut vector = |name: String, n: usize, mean: f32| {
             let t = Tensor::from_f32(vec![n], normal(n, mean, 0.2)).unwrap();
             store.vectors.insert(name, t);
@@ -155,7 +161,11 @@ impl Store {
                 vector(row.name(layer), row.len.of(c), 0.0);
             }
         }
-        vector(NORM.into(), c.hidden_size, 1.0);
+        for (name, shape) in end_parameters(c) {
+            if let Shape::Vector(len) = shape {
+                vector(name, len, 1.0);
+            }
+        }
         store.with_mtp(c, seed)
     }
 

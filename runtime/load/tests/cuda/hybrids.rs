@@ -362,7 +362,7 @@ fn layers_are_those_of_the_cpu() {
         let (mut gpu, mut cpu) = (stepper(DeviceChoice::Cuda(0)), stepper(DeviceChoice::Cpu));
         let texts = [21, 21, 21, 150, 33, 2, 2].map(|n| tokens(n, n as u64));
         let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
-        let mut a = Hidden::embed(&embedding, &texts).unwrap();
+        let mut a = Hidden::embed(&embedding, &texts, 1).unwrap();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(&store, &config, index).unwrap();
             let mut b = a.clone();
@@ -392,7 +392,7 @@ fn layers_are_those_of_the_cpu() {
             assert!(d < 3e-4, "{what}, layer {index}: {d:e}");
         }
         let head = nq_runtime::models::head(&store, &config).unwrap();
-        let norm = nq_runtime::models::final_norm(&store, &config).unwrap();
+        let norm = nq_runtime::models::Ending::read(&store, &config).unwrap();
         let [found, expected] = [gpu, cpu].map(|mut s| s.head(&norm, &head, &a, 3..90).unwrap());
         let d = distance(&found, &expected);
         assert!(d < 1e-4, "{what}, logits: {d:e}");

@@ -175,9 +175,14 @@ fn plan_at_once<'a>(
 /// than attention or a recurrence, and an MLP or a mixture.
 fn step_layer<'a>(on: &Context<'a>, layer: &'a CudaLayer) -> Option<StepLayer<'a>> {
     let [
-        Block { norm, mixer },
+        Block {
+            norm,
+            hyper: None,
+            mixer,
+        },
         Block {
             norm: mlp_norm,
+            hyper: None,
             mixer: feed,
         },
     ] = &layer.blocks[..]
@@ -190,7 +195,7 @@ fn step_layer<'a>(on: &Context<'a>, layer: &'a CudaLayer) -> Option<StepLayer<'a
             let router = on.layers.routers[layer.index].as_ref()?;
             (Some(router), &experts.gate_up, &experts.down)
         }
-        Mix::Attention(_) | Mix::Delta(_) => return None,
+        Mix::Attention(_) | Mix::Delta(_) | Mix::Ngrams(_) => return None,
     };
     let (mixer, o) = match mixer {
         Mix::Attention(attention) => {
@@ -210,7 +215,7 @@ fn step_layer<'a>(on: &Context<'a>, layer: &'a CudaLayer) -> Option<StepLayer<'a
             };
             (mixer, &delta.out)
         }
-        Mix::Mlp(_) | Mix::Experts(_) => return None,
+        Mix::Mlp(_) | Mix::Experts(_) | Mix::Ngrams(_) => return None,
     };
     Some(StepLayer {
         norm,

@@ -1,0 +1,249 @@
+//! Qwen3.8-Flash-Next as it is published, and configurations and files of it that say what cannot be.
+
+use crate::common::names;
+use crate::hybrids::{tensors, write};
+use nq_formats::export::{ExportFormat, ExportOptions, export};
+use nq_formats::{Checkpoint, Tensor, synth};
+use nq_model::{DType, ModelConfig, NgramTable};
+use nq_testkit::models::tiny;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        num_hidden_layers: 4,
+        dtype: Some(DType::BF16),
+        ..tiny("qwen4exp")
+    }
+}
+
+/// A folder of a random model and its config.json.
+fn folder() -> (tempfile::TempDir, Value) {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("m");
+    synth::write(&root, &config(), 4, &()).unwrap();
+    let json = fs::read(root.join("config.json")).unwrap();
+    (dir, serde_json::from_slice(&json).unwrap())
+}
+
+/// A tensor of 64-bit integers.
+fn integers(values: &[u64]) -> Tensor {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    Tensor::new(DType::I64, vec![values.len()], bytes.into()).unwrap()
+}
+
+/// Opens the folder's tensors, and others, under a config.json.
+fn open(
+    root: &Path,
+    json: &Value,
+    others: Vec<(String, Tensor)>,
+) -> nq_formats::Result<Checkpoint> {
+    let mut all = tensors(root);
+    all.extend(others);
+    let copy = root.with_extension("copy");
+    write(&copy, json, &all);
+    Checkpoint::open(&copy)
+}
+
+/// Within a model that sees images, with the tower and the layer that drafts, and with layers called as transformers saves
+/// them.
+#[test]
+fn published_folders_are_read() {
+    let (dir, plain) = folder();
+    let root = dir.path().join("m");
+    let mut text = plain.clone();
+    text["mtp_num_hidden_layers"] = 1.into();
+    text["layer_types"] = json!([
+        "linear_attention",
+        "indexed_attention",
+        "linear_attention",
+        "full_attention"
+    ]);
+    let published = json!({
+        "architectures": ["Qwen4ExpForConditionalGeneration"],
+        "model_type": "qwen4_exp",
+        "text_config": text,
+        "vision_config": {"depth": 2, "hidden_size": 8},
+    });
+    let table = config().ngrams.unwrap();
+    let hash = table.hash(0, config().vocab_size);
+    let unit = || Tensor::from_f32(vec![2], vec![1.0; 2]).unwrap();
+    let others = vec![
+        ("mtp.pre_fc_norm_hidden.weight".into(), unit()),
+        ("model.visual.blocks.0.norm1.weight".into(), unit()),
+        (
+            NgramTable::integers_name(0, "layer_multipliers"),
+            integers(&hash.factors),
+        ),
+        (
+            NgramTable::integers_name(0, "ngram_heads_vocab_sizes"),
+            integers(&hash.rows),
+        ),
+        (
+            NgramTable::integers_name(0, "ngram_heads_offsets"),
+            integers(&hash.offsets),
+        ),
+    ];
+    let checkpoint = open(&root, &published, others).unwrap();
+    assert_eq!(checkpoint.config(), &config());
+    let said: Vec<&str> = checkpoint
+        .left_over()
+        .iter()
+        .map(|l| l.name.as_str())
+        .collect();
+    let drafts = "config.json: text_config: mtp_num_hidden_layers 1";
+    for name in [
+        "model.visual.blocks.0.norm1.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+    ] {
+        assert!(said.contains(&name), "{said:?}");
+    }
+    let drafts = said
+        .iter()
+        .any(|s| drafts.ends_with(s.trim_start_matches("config.json: ")));
+    assert!(drafts && said.len() == 3, "{said:?}");
+}
+
+#[test]
+fn what_cannot_be_is_named() {
+    let (dir, good) = folder();
+    let root = dir.path().join("m");
+    for (key, value, parts) in [
+        (
+            "output_gate_type",
+            json!("relu"),
+            ["output_gate_type relu", "silu or sigmoid"],
+        ),
+        ("hc_count", json!(1), ["hc_count", "2 to 64"]),
+        ("hc_count", json!(null), ["hc_count", "no such key"]),
+        ("hc_lowrank", json!(0), ["hc_lowrank", "found 0"]),
+        (
+            "hc_lowrank",
+            json!(13),
+            ["input_mix_weight_down", "[13, 96]"],
+        ),
+        (
+            "indexer_kv_heads",
+            json!(2),
+            ["indexer_kv_heads 2", "one head"],
+        ),
+        (
+            "indexer_n_heads",
+            json!(null),
+            ["indexer_n_heads", "no such key"],
+        ),
+        ("indexer_n_heads", json!(3), ["index_qk_proj", "[32, 32]"]),
+        (
+            "indexer_head_dim",
+            json!(2),
+            ["indexer_head_dim", "at least 4"],
+        ),
+        ("indexer_budget", json!(9), ["indexer_budget", "a multiple"]),
+        (
+            "indexer_compress_ratio",
+            json!(3),
+            ["indexer_compress_ratio 3", "pages of 128"],
+        ),
+        ("ple_layer_ids", json!([0]), ["ple_layer_ids", "1 to 4"]),
+        ("ple_layer_ids", json!([5]), ["ple_layer_ids", "1 to 4"]),
+        (
+            "ple_layer_ids",
+            json!([2]),
+            ["ple_layer_ids with 2", "recurrence"],
+        ),
+        (
+            "ple_layer_ids",
+            json!([3]),
+            ["model.layers.0.ple", "no such parameter"],
+        ),
+        (
+            "ple_layer_ids",
+            json!([]),
+            ["model.layers.0.ple", "no such parameter"],
+        ),
+        (
+            "ple_embed_dim",
+            json!(23),
+            ["ple_embed_dim", "a multiple of 4"],
+        ),
+        (
+            "ple_conv_kernel_size",
+            json!(3),
+            ["ple.conv1d", "[96, 1, 3]"],
+        ),
+        (
+            "ple_embedding_dtype",
+            json!("float8_e4m3fn"),
+            ["ple_embedding_dtype float8_e4m3fn", "16 or 32"],
+        ),
+        ("ngram_size", json!(1), ["ngram_size", "2 to 16"]),
+        (
+            "heads_per_ngram",
+            json!(1 << 20),
+            ["heads_per_ngram", "1 to 1024"],
+        ),
+        (
+            "ngram_vocab_size_base",
+            json!(1u64 << 40),
+            ["ngram_vocab_size_base", "found"],
+        ),
+        (
+            "ngram_vocab_size_base",
+            json!(70),
+            ["ngram_embedding.shard_", "expected"],
+        ),
+        (
+            "split_ngram_parts",
+            json!(7),
+            ["split_ngram_parts", "a divisor of 240"],
+        ),
+        ("seed", json!(-1), ["seed", "non-negative"]),
+        (
+            "eos_token_id",
+            json!(null),
+            ["eos_token_id", "n-grams do not reach across"],
+        ),
+        ("eos_token_id", json!(300), ["eos_token_id", "300"]),
+        (
+            "vocab_size",
+            json!(1 << 25),
+            ["vocab_size", "tables of n-grams"],
+        ),
+        (
+            "layer_types",
+            json!(["full_attention"]),
+            ["layer_types", "4 layers"],
+        ),
+    ] {
+        let mut json = good.clone();
+        json[key] = value;
+        let read = open(&root, &json, Vec::new());
+        names(read.and_then(|c| nq_formats::nq::verify(&c)), &parts);
+    }
+    let table = config().ngrams.unwrap();
+    let mut factors = table.hash(0, config().vocab_size).factors;
+    factors[1] += 2;
+    let name = NgramTable::integers_name(0, "layer_multipliers");
+    let others = vec![(name.clone(), integers(&factors))];
+    names(
+        open(&root, &good, others),
+        &[&name, "follow from config.json"],
+    );
+    let short = vec![(name.clone(), integers(&factors[..2]))];
+    names(open(&root, &good, short), &[&name, "I64 [3]", "I64 [2]"]);
+}
+
+#[test]
+fn other_formats_are_refused_by_name() {
+    let (dir, _) = folder();
+    let checkpoint = Checkpoint::open(&dir.path().join("m")).unwrap();
+    for format in [ExportFormat::Gguf, ExportFormat::Nq] {
+        let out = dir.path().join("out");
+        let done = export(&checkpoint, format, &out, &ExportOptions::default(), &());
+        names(
+            done,
+            &["Qwen3.8-Flash-Next in another format", "nq quantize"],
+        );
+    }
+}
