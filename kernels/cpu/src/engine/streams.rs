@@ -463,7 +463,9 @@ impl Pass<'_> {
     }
 }
 
-/// The `count` places with the greatest scores, in order; of equal ones, the first.
+/// The `count` places with the greatest scores, in order; of equal ones, the first. Equal ones are not rare: where the
+/// products of a key with all heads are negative, the score is 0. In transformers it is up to torch which of these are
+/// chosen.
 fn best(scores: &[f32], count: usize) -> Vec<u32> {
     let mut places: Vec<u32> = (0..scores.len() as u32).collect();
     if count < places.len() {
