@@ -449,7 +449,8 @@ impl Asked<'_> {
                 Err(_) => {} // some experts may go to the CPU
             }
         }
-        let placed = match gpu::place(c, kinds, &spec, &free) {
+        let banks = cards.memory_known == Known::Given;
+        let placed = match gpu::place(c, kinds, &spec, &free, banks) {
             Ok(placed) => placed,
             Err(why) => {
                 row.takes(whole);

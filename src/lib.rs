@@ -14,7 +14,7 @@
 //! ```
 //!
 //! Everything that a program needs is in this crate; a minor version before 1.0 may change it, a patch version does not.
-//! The crates below it (`nq-model`, `nq-formats`, `nq-kernels`, `nq-runtime`, `nq-cpu`, `nq-f32`, `nq-cuda`, `nq-load`, `nq-evals`, `nq-quantize`, `nq-answers`, `nq-serve`) may change in
+//! The crates below it (`nq-model`, `nq-formats`, `nq-kernels`, `nq-runtime`, `nq-cpu`, `nq-f32`, `nq-cuda`, `nq-wgpu`, `nq-load`, `nq-evals`, `nq-quantize`, `nq-answers`, `nq-serve`) may change in
 //! any version. The program `nq` is the feature `cli`: without it, this crate needs neither a terminal nor a server.
 
 #![forbid(unsafe_code)]

@@ -268,7 +268,10 @@ fn flash_next_is_quantized() {
         assert!(stdout(&seen).contains(part), "{part}: {}", stdout(&seen));
     }
     let gguf = path("m.gguf");
-    let refused = nq(home.path(), &["convert", &path("source"), "--out", &gguf]);
+    let refused = nq(
+        home.path(),
+        &["convert", &path("source"), &gguf, "--format", "gguf"],
+    );
     assert!(!refused.status.success());
     let said = stderr(&refused);
     assert!(

@@ -1,6 +1,6 @@
 //! What kernels of every device have in common: the scalar reference that all of them are tested against,
 //! the keys by which a registry chooses one, and what training and rounding need of a device, as traits
-//! ([`grad`], [`second_order`]). The devices are crates beside this one: `nq-cpu`, `nq-cuda`, `nq-f32`.
+//! ([`grad`], [`second_order`]). The devices are crates beside this one: `nq-cpu`, `nq-cuda`, `nq-f32`, `nq-wgpu`.
 //!
 //! This crate does not know files or models.
 //!

@@ -36,9 +36,6 @@ pub(crate) struct FitArgs {
     /// Answer for this card instead of this machine, such as "RTX 4090" or "2 x RTX 3090", by its published figures
     #[arg(long, value_name = "NAME", value_parser = cards::find)]
     pub gpu: Option<Cards>,
-    /// Memory of the card that nq may use [default: what is free; of a named card, all but 0.8 GB]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub gpu_memory: Option<u64>,
     /// Memory of the computer that nq may use [default: what is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub ram: Option<u64>,
@@ -259,11 +256,11 @@ fn machine_of(
     let mut cards = match &args.gpu {
         Some(cards) => Some(cards.clone()),
         None => match of_this_machine(Device::choose(global.device)?)? {
-            None => args.gpu_memory.map(|_| Cards::unnamed()),
+            None => global.gpu_memory.map(|_| Cards::unnamed()),
             found => found,
         },
     };
-    if let (Some(cards), Some(bytes)) = (&mut cards, args.gpu_memory) {
+    if let (Some(cards), Some(bytes)) = (&mut cards, global.gpu_memory) {
         (cards.free_bytes, cards.memory_known) = (bytes, Known::Given);
     }
     // A dense model on a card does not use the computer's memory.

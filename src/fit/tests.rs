@@ -179,7 +179,8 @@ fn bytes_of_the_table_of_speeds_are_what_plans_say() {
             };
             let spec = asked.session(KvType::F16);
             let all = usize::MAX / 2;
-            let placed = gpu::place(&c, &*file.expect("codes").kinds, &spec, &[all]).unwrap();
+            let placed =
+                gpu::place(&c, &*file.expect("codes").kinds, &spec, &[all], false).unwrap();
             row[5] = placed.read.to_string();
         }
         row.join(",") + "\n"
@@ -321,7 +322,16 @@ fn experts_are_in_memory_as_loading_places_them() {
     let c = shape("qwen3-30b-a3b");
     let fits = row("qwen3-30b-a3b", "--bits 4", ONE, &with("RTX 4090"));
     assert!(fits.fits && fits.gpu_experts.is_none(), "{fits:?}");
-    let machine = with("RTX 4070");
+    let mut machine = with("RTX 4070");
+    let small = row("qwen3-30b-a3b", "--bits 4", ONE, &machine);
+    assert!(small.fits && small.gpu_experts.is_none(), "{small:?}");
+    assert!((1..c.num_hidden_layers).contains(&small.cpu_layers));
+    // What is not on the card is in the computer's memory.
+    let missing = fits.weights_bytes - small.weights_bytes;
+    assert_eq!(small.cpu_bytes, missing);
+    assert!(small.tok_s.unwrap() < fits.tok_s.unwrap());
+    // With a limit of memory, all are there, and some of each layer on the card.
+    machine.cards.as_mut().unwrap().memory_known = Known::Given;
     let small = row("qwen3-30b-a3b", "--bits 4", ONE, &machine);
     let most = c.experts.unwrap().count;
     let here = small.gpu_experts.unwrap();

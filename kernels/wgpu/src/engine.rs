@@ -73,7 +73,14 @@ pub fn unserved(config: &ModelConfig) -> Option<Error> {
         })
     };
     for block in config.layers().flat_map(|layer| layer.blocks) {
+        if block.hyper.is_some() {
+            return refuse("the residual", "one stream", "several streams".into());
+        }
         match &block.mixer {
+            Mixer::Attention(attention) if attention.indexer.is_some() => {
+                let found = "positions that an indexer chooses";
+                return refuse("attention", "all positions", found.into());
+            }
             Mixer::Attention(attention) if attention.gated => {
                 return refuse("attention", "heads without gates", "gated heads".into());
             }
@@ -84,6 +91,9 @@ pub fn unserved(config: &ModelConfig) -> Option<Error> {
             }
             Mixer::Experts(_) => {
                 return refuse("layers", "a dense model", "a mixture of experts".into());
+            }
+            Mixer::Ngrams(_) => {
+                return refuse("layers", "attention and MLPs", "a table of n-grams".into());
             }
         }
     }

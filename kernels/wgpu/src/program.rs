@@ -10,7 +10,9 @@ use crate::sizes::Sizes;
 use crate::source::Source;
 use nq_kernels::pages::PAGE;
 use nq_model::ModelConfig;
-use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
+use nq_model::forward::{
+    Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared, Verbs,
+};
 use nq_runtime::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -442,6 +444,32 @@ impl Verbs for Recorder<'_> {
     fn norm(&mut self, norm: &Vec<f32>) -> Result<()> {
         self.gains = Some(self.gpu.upload("gains of a norm", norm)?);
         Ok(())
+    }
+
+    fn contract(&mut self, _layer: usize, _norm: &Vec<f32>, _hyper: &Hyper<Linear>) -> Result<()> {
+        self.unserved("streams of the residual")
+    }
+
+    fn inject(&mut self, _layer: usize) -> Result<()> {
+        self.unserved("streams of the residual")
+    }
+
+    fn select(
+        &mut self,
+        _layer: usize,
+        _norm: &Vec<f32>,
+        _indexer: &Indexer<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        self.unserved("an indexer")
+    }
+
+    fn recall(
+        &mut self,
+        _layer: usize,
+        _norm: &Vec<f32>,
+        _ngrams: &Ngrams<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        self.unserved("a table of n-grams")
     }
 
     fn project(

@@ -31,7 +31,10 @@ pub use record::Tuning;
 /// layer.
 pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
     let blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
-    blocks.rev().find_map(|b| untrainable_mixer(&b.mixer))
+    blocks.rev().find_map(|b| match b.hyper {
+        Some(_) => Some("a model with several residual streams"),
+        None => untrainable_mixer(&b.mixer),
+    })
 }
 
 fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {

@@ -75,7 +75,7 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
                         let values = vector(row.len.of(c), 0.0).to_f32().unwrap();
                         // Taps of a convolution that mixes tokens.
                         let by = match row.kind {
-                            VectorKind::Conv => 3.0,
+                            VectorKind::Conv | VectorKind::NgramConv => 3.0,
                             VectorKind::Decay | VectorKind::TimeStep => 1.0,
                         };
                         let values: Vec<f32> = values.iter().map(|v| by * v).collect();

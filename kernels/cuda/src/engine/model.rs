@@ -232,8 +232,10 @@ impl CudaModel {
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
-        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks.
-        let stage = match part.is_none() && tells_all {
+        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks. They are new, and so
+        // whoever wants them gives a limit of memory.
+        let banks = part.is_none() && tells_all && options.gpu_memory.is_some();
+        let stage = match banks {
             true => stage_sizes(config, &kinds)?,
             false => None,
         };

@@ -64,7 +64,8 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as few
-/// experts on the CPU as its `free` bytes require, on several with some of the layers each.
+/// experts on the CPU as its `free` bytes require, or, with `banks`, all in the computer's memory and some on the GPU;
+/// on several with some of the layers each.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
@@ -74,6 +75,7 @@ pub fn placed(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
     free: &[usize],
+    banks: bool,
 ) -> Result<Placed> {
     let whole = &served(c).config(c)?;
     let all = weight_bytes(whole, kinds, None, ExpertsAt::Gpu, None)?;
@@ -88,7 +90,10 @@ pub fn placed(
         for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
             moved.push(moved[layer] + experts(layer)?);
         }
-        let bank = stage_sizes(whole, kinds)?;
+        let bank = match banks {
+            true => stage_sizes(whole, kinds)?,
+            false => None,
+        };
         return request(whole, kinds, None, spec, |r| {
             let weights = |at| match at {
                 ExpertsAt::Gpu => Ok(all.held),
