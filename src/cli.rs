@@ -81,7 +81,7 @@ pub enum Command {
 /// Flags for how a model is run.
 #[rustfmt::skip]
 const RUNNING: [&str; 9] = [
-    "device", "split", "threads", "pin", "cpu-experts", "gpu_memory", "activations", "kernels", "isa",
+    "device", "split", "threads", "pin", "cpu-experts", "gpu-memory", "activations", "kernels", "isa",
 ];
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
@@ -99,11 +99,11 @@ const OF_NO_USE: [(&str, &[&[&str]]); 12] = [
     ("fit", &[&["adapter", "split", "cpu-experts", "activations", "kernels", "verbose"]]),
     ("convert", &[&RUNNING, &["verbose"]]),
     ("synth", &[
-        &["device", "split", "pin", "cpu-experts", "gpu_memory", "activations", "kernels", "isa", "adapter", "offline",
+        &["device", "split", "pin", "cpu-experts", "gpu-memory", "activations", "kernels", "isa", "adapter", "offline",
           "verbose"],
     ]),
     ("doctor", &[
-        &["adapter", "split", "cpu-experts", "gpu_memory", "activations", "kernels", "offline", "verbose"],
+        &["adapter", "split", "cpu-experts", "gpu-memory", "activations", "kernels", "offline", "verbose"],
     ]),
 ];
 

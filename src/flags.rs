@@ -52,7 +52,13 @@ pub(crate) struct Global {
     pub cpu_experts: Option<usize>,
     /// Most memory that nq takes on the GPU for models, keys and values, and activations, such as 12GB or 11.5GiB; the
     /// driver and kernels take some hundred MB more [default: what is free]
-    #[arg(long, global = true, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(
+        long = "gpu-memory",
+        id = "gpu-memory",
+        global = true,
+        value_name = "SIZE",
+        value_parser = parse_size
+    )]
     pub gpu_memory: Option<u64>,
     /// How inputs of the linear layers are rounded: auto, auto-bf16 (the same, and bf16 for bf16 weights), f32,
     /// bf16, int8 or int16; the last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128

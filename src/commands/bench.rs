@@ -451,7 +451,7 @@ enum Meter {
     Cpu(Cpu, BandwidthBuffer),
     /// Different GPUs, which read a part of the model each, or one that reads all of it.
     Gpus(Vec<nq_load::gpu::GpuMeter>),
-    Adapter(nq_load::wgpu::AdapterMeter),
+    Adapter(Box<nq_load::wgpu::AdapterMeter>),
 }
 
 impl Meter {
@@ -463,7 +463,8 @@ impl Meter {
                 Device::Cuda(n) => BTreeSet::from([n]),
                 Device::Gpus(several) => several.as_slice().iter().copied().collect(),
                 Device::Wgpu(n) => {
-                    return Ok(Meter::Adapter(nq_load::wgpu::AdapterMeter::open(n)?));
+                    let meter = nq_load::wgpu::AdapterMeter::open(n)?;
+                    return Ok(Meter::Adapter(Box::new(meter)));
                 }
             };
             if !ordinals.is_empty() {

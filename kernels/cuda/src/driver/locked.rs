@@ -42,9 +42,10 @@ impl Locked {
     pub(crate) fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         let len = self.len;
         match Arc::get_mut(&mut self.memory) {
-            // SAFETY: `len` initialized bytes; nobody else has them.
             Some(memory) => {
-                Ok(unsafe { std::slice::from_raw_parts_mut(memory.address(0).0 as *mut u8, len) })
+                let bytes = memory.address(0).0 as *mut u8;
+                // SAFETY: `len` initialized bytes; nobody else has them.
+                Ok(unsafe { std::slice::from_raw_parts_mut(bytes, len) })
             }
             None => Err(Error::Cuda {
                 what: "writing memory that kernels read",
