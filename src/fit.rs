@@ -22,8 +22,8 @@ use speed::{Computed, Cores, Kernels};
 /// Bytes of a GPU's memory that its driver takes, as docs/cards.md says.
 pub(crate) const DRIVER: u64 = 800_000_000;
 
-/// Seconds that a layer whose experts are on the CPU takes at least: 0.39 ms of each of 48 (2026-11-23-gpu-
-/// mixture.csv).
+/// Seconds that a layer whose experts are on the CPU takes at least: 0.39 ms of each of 48
+/// (2026-11-23-gpu-mixture.csv).
 const HOST_LAYER: f64 = 0.39e-3;
 
 /// Tokens a second of one conversation that are enough to read along.

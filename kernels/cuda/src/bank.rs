@@ -364,9 +364,9 @@ impl ExpertStage {
     }
 
     /// The stack of a half, as a product of many rows reads it.
-    pub(crate) fn linear(&self, of: &BankHalf) -> DeviceLinear {
-        let i = of.half as usize;
-        DeviceLinear::of_stage(of, &self.codes[i], &self.meta[i])
+    pub(crate) fn linear(&self, banked: &BankHalf) -> DeviceLinear {
+        let i = banked.half as usize;
+        DeviceLinear::of_stage(banked, &self.codes[i], &self.meta[i])
     }
 
     /// What [`Stream::stage_experts`] copies: addresses of the stacks, where their parts begin in an expert, and their

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod attention;
 mod cpu;
 mod dense;
 mod head;
@@ -13,6 +14,7 @@ mod stepper;
 mod turned;
 mod whole;
 
+pub use attention::{AttentionProducts, attention_weights};
 pub use cpu::{CpuOps, CpuStates};
 pub use head::hold_head;
 pub use stepper::{hold_layer, hold_work, stepper};
@@ -640,69 +642,4 @@ fn buffers<T>(of_kind: &mut Option<T>) -> &mut T {
         Some(buffers) => buffers,
         None => unreachable!("a model's workspace has buffers for each kind of its blocks"),
     }
-}
-
-/// The products of attention over all key heads of a batch: queries `[group * seq, dim]`
-/// against keys and values `[seq, dim]`.
-pub struct AttentionProducts {
-    /// Scores, from queries and keys.
-    pub scores: Gemm,
-    /// Outputs, from attention weights and values.
-    pub values: Gemm,
-    /// The gradient of the values.
-    pub values_grad: Gemm,
-    /// The gradient of the attention weights.
-    pub weights_grad: Gemm,
-    /// The gradient of the queries.
-    pub queries_grad: Gemm,
-    /// The gradient of the keys.
-    pub keys_grad: Gemm,
-}
-
-impl AttentionProducts {
-    /// The products over `batch` sequences of `seq` tokens.
-    pub fn of(c: &ModelConfig, batch: usize, seq: usize) -> Self {
-        let (m, dim) = (
-            c.num_attention_heads / c.num_key_value_heads * seq,
-            c.head_dim,
-        );
-        let scale = 1.0 / (dim as f32).sqrt();
-        let product = |(m, n, k), ta, tb, alpha| Gemm {
-            m,
-            n,
-            k,
-            batch: batch * c.num_key_value_heads,
-            ta,
-            tb,
-            alpha,
-            accumulate: false,
-        };
-        AttentionProducts {
-            scores: product((m, seq, dim), false, true, scale),
-            values: product((m, dim, seq), false, false, 1.0),
-            values_grad: product((seq, dim, m), true, false, 1.0),
-            weights_grad: product((m, seq, dim), false, true, 1.0),
-            queries_grad: product((m, dim, seq), false, false, scale),
-            keys_grad: product((seq, dim, m), true, false, scale),
-        }
-    }
-}
-
-/// Computes into `p` the softmax of the scores of all queries on `tape` against the keys up to each.
-pub fn attention_weights<O: LayerOps>(
-    ops: &O,
-    c: &ModelConfig,
-    batch: usize,
-    seq: usize,
-    tape: &Tape<O>,
-    p: &mut O::Floats,
-) -> Result<()> {
-    ops.gemm(
-        AttentionProducts::of(c, batch, seq).scores,
-        &tape.qh,
-        &tape.kh,
-        p,
-    )?;
-    let rows = batch * seq * c.num_attention_heads;
-    Ok(ops.causal_softmax(p, rows, seq)?)
 }

@@ -1,7 +1,7 @@
 //! An open adapter: buffers, kernels, and what goes wrong.
 
 use crate::adapter::{self, ready};
-use crate::source::Source;
+use crate::source::KernelSource;
 use nq_formats::human_bytes;
 use nq_runtime::{Error, Result};
 use std::collections::HashMap;
@@ -245,7 +245,11 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses it.
-    pub(crate) fn kernel(&self, source: &Source, bindings: &[Binding]) -> Result<Arc<Kernel>> {
+    pub(crate) fn kernel(
+        &self,
+        source: &KernelSource,
+        bindings: &[Binding],
+    ) -> Result<Arc<Kernel>> {
         let text = source.text();
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(&text) {

@@ -3,7 +3,7 @@
 use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::gpu::{GRID, Gpu, Grid, Kernel, UPLOAD, launch};
 use crate::pack::{Codes, Form, PackedRows};
-use crate::source::Source;
+use crate::source::KernelSource;
 use nq_formats::{Bits, Weight};
 use nq_kernels::Activations;
 use nq_model::DType;
@@ -355,11 +355,11 @@ fn unrolled(bucket: usize, rounds: bool) -> usize {
     }
 }
 
-fn source(form: &Form, rounds: bool, outputs: Outputs) -> Source {
+fn source(form: &Form, rounds: bool, outputs: Outputs) -> KernelSource {
     let bits = |bits| form.codes == Codes::Integers(bits);
     let floats = matches!(form.codes, Codes::Floats(_));
     let flips = bits(Bits::B8) && rounds;
-    Source::new(&[include_str!("wgsl/unit.wgsl")])
+    KernelSource::new(&[include_str!("wgsl/unit.wgsl")])
         .with("WORDS4", form.words4())
         // Codes of 8 bits become signed ones, less by 128, in products with signed bytes.
         .with("FLIP", if flips { 0x8080_8080 } else { 0 })
@@ -377,7 +377,7 @@ fn source(form: &Form, rounds: bool, outputs: Outputs) -> Source {
         .flag("GATED", outputs == Outputs::Gated)
 }
 
-fn shaped(source: Source, gpu: &Gpu, rounds: bool, rows: usize) -> Source {
+fn shaped(source: KernelSource, gpu: &Gpu, rounds: bool, rows: usize) -> KernelSource {
     match bucket(rows) {
         0 => source.file(include_str!("wgsl/gemm.wgsl")),
         bucket => source

@@ -1,7 +1,7 @@
 //! How fast an adapter's memory is read.
 
 use crate::gpu::{Binding, Gpu, Grid, Kernel, launch};
-use crate::source::Source;
+use crate::source::KernelSource;
 use nq_runtime::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,7 +33,7 @@ impl AdapterMeter {
     pub fn open(ordinal: usize) -> Result<Self> {
         let gpu = Gpu::open(ordinal)?;
         let bindings = [Binding::Read, Binding::Write];
-        let source = Source::new(&[include_str!("wgsl/read.wgsl")]).with("EACH", EACH);
+        let source = KernelSource::new(&[include_str!("wgsl/read.wgsl")]).with("EACH", EACH);
         let kernel = gpu.kernel(&source, &bindings)?;
         let bytes = BYTES.min(gpu.most_bytes() / 2).next_power_of_two();
         let buffer = gpu.buffer("memory to read", bytes)?;

@@ -7,7 +7,7 @@ use crate::gpu::{Gpu, Grid, Kernel, launch};
 use crate::linear::{BoundProduct, Linear, Operands, Outputs, ProductKernels, STEP_ROWS};
 use crate::pack::UNIT;
 use crate::sizes::Sizes;
-use crate::source::Source;
+use crate::source::KernelSource;
 use nq_kernels::pages::PAGE;
 use nq_model::ModelConfig;
 use nq_model::forward::{
@@ -293,10 +293,10 @@ impl Heads {
 }
 
 /// The kernel of attention for tiles of `rows` rows, or the one that `combines` parts.
-pub(crate) fn attention(heads: Heads, rows: usize, combines: bool) -> Source {
+pub(crate) fn attention(heads: Heads, rows: usize, combines: bool) -> KernelSource {
     let (queries, pairs) = (rows * heads.group(), heads.dim / 2);
     let value_parts = (128 / pairs).min(queries);
-    Source::new(&[include_str!("wgsl/attention.wgsl")])
+    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
         .with("HEADS", heads.count)
         .with("KV_HEADS", heads.kv)
         .with("GROUP", heads.group())
@@ -313,8 +313,8 @@ pub(crate) fn attention(heads: Heads, rows: usize, combines: bool) -> Source {
 }
 
 /// The kernel that prepares heads, without biases and norms.
-pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> Source {
-    Source::new(&[include_str!("wgsl/heads.wgsl")])
+pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/heads.wgsl")])
         .with("HEADS", heads.count)
         .with("KV_HEADS", heads.kv)
         .with("DIM", heads.dim)
@@ -324,23 +324,23 @@ pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> Source {
 }
 
 /// The kernel of RMSNorm over rows of `hidden` values.
-pub(crate) fn norm(hidden: usize, eps: f32) -> Source {
-    Source::new(&[include_str!("wgsl/rows.wgsl")])
+pub(crate) fn norm(hidden: usize, eps: f32) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
         .with("HIDDEN", hidden)
         .with_float("EPS", eps)
         .flag("NORM", true)
 }
 
 /// The kernel that rounds rows of `inputs` values to bytes.
-pub(crate) fn round(inputs: usize) -> Source {
-    Source::new(&[include_str!("wgsl/rows.wgsl")])
+pub(crate) fn round(inputs: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
         .with("UNITS", inputs / UNIT)
         .flag("ROUND", true)
 }
 
 /// The kernel of SwiGLU over rows of `width` gates and as many that they multiply.
-pub(crate) fn silu(width: usize) -> Source {
-    Source::new(&[include_str!("wgsl/rows.wgsl")])
+pub(crate) fn silu(width: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
         .with("WIDTH", width)
         .flag("SILU", true)
 }
@@ -358,7 +358,7 @@ struct Recorder<'a> {
 impl Recorder<'_> {
     fn rows(
         &mut self,
-        source: Source,
+        source: KernelSource,
         heads: usize,
         bindings: &[Binding],
         buffers: &[&Buffer],
@@ -380,7 +380,7 @@ impl Recorder<'_> {
         self.rows(source, 1, &NORM, &buffers)
     }
 
-    fn norm_source(&self) -> Source {
+    fn norm_source(&self) -> KernelSource {
         norm(self.config.hidden_size, self.config.rms_norm_eps)
     }
 

@@ -202,7 +202,7 @@ fn passes(chunks: &[Chunk<'_>], most: usize) -> Vec<Vec<Span>> {
 }
 
 /// Where things are in [`Batch::words`], and what a pass computes.
-struct Layout {
+struct RowsLayout {
     /// `Step` of the kernels.
     step: [u32; 8],
     attended: Attended,
@@ -219,7 +219,7 @@ impl Batch {
         spans: &[Span],
         tables: &PageTables,
         tile: usize,
-    ) -> Result<Layout> {
+    ) -> Result<RowsLayout> {
         let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
         self.words.clear();
@@ -285,7 +285,7 @@ impl Batch {
             tables_at,
             wanted.len(),
         ];
-        Ok(Layout {
+        Ok(RowsLayout {
             step: step.map(|n| n as u32),
             attended,
             wanted_at,

@@ -8,19 +8,19 @@ use std::fmt::Write;
 
 /// The text of a kernel, and the values of its constants.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Source {
+pub(crate) struct KernelSource {
     files: Vec<&'static str>,
     integers: Vec<(&'static str, u32)>,
     floats: Vec<(&'static str, f32)>,
     flags: Vec<&'static str>,
 }
 
-impl Source {
+impl KernelSource {
     /// A kernel of these files, one behind the other.
     pub(crate) fn new(files: &[&'static str]) -> Self {
-        Source {
+        KernelSource {
             files: files.to_vec(),
-            ..Source::default()
+            ..KernelSource::default()
         }
     }
 
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn lines_are_left_out_and_repeated() {
         let file = "#for i in COUNT\n#if ODD\nodd $i\n#else\n#for j in 2\na$i_$ju @i4\n#end\n#end\n#end\nlast";
-        let source = Source::new(&[file]).with("COUNT", 2);
+        let source = KernelSource::new(&[file]).with("COUNT", 2);
         let plain = source.text();
         assert!(plain.starts_with("const COUNT: u32 = 2u;\n"), "{plain}");
         let lines = "a0_0u 4\na0_1u 4\na1_0u 5\na1_1u 5\nlast\n";

@@ -8,7 +8,7 @@ use crate::program::{
     ATTENTION, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU, attention, norm, prepare_heads, round,
     silu,
 };
-use crate::source::Source;
+use crate::source::KernelSource;
 use half::f16;
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::Activations;
@@ -31,7 +31,7 @@ fn gpu() -> Option<Gpu> {
 }
 
 /// Runs a kernel once.
-fn run(gpu: &Gpu, source: &Source, bindings: &[Binding], buffers: &[&Buffer], grid: Grid) {
+fn run(gpu: &Gpu, source: &KernelSource, bindings: &[Binding], buffers: &[&Buffer], grid: Grid) {
     let kernel = gpu.kernel(source, bindings).unwrap();
     let bound = gpu.bind(bindings, buffers).unwrap();
     let mut encoder = gpu.encoder();
@@ -338,14 +338,14 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
 }
 
 /// A sequence whose pages lie in another order, the last `rows` of whose `len` positions are computed.
-struct Sequence {
+struct CachedSequence {
     heads: Heads,
     len: usize,
     rows: usize,
     table: Vec<u32>,
 }
 
-impl Sequence {
+impl CachedSequence {
     fn first(&self) -> usize {
         self.len - self.rows
     }
@@ -405,7 +405,7 @@ fn heads_are_normalized_turned_and_kept() {
             dim: 64,
             turned,
         };
-        let s = Sequence {
+        let s = CachedSequence {
             heads,
             len: 131,
             rows: 5,
@@ -497,7 +497,7 @@ fn rows_attend_to_what_is_before_them() {
             turned: dim,
         };
         for (len, rows) in [(1, 1), (300, 3), (150, 37)] {
-            let s = Sequence {
+            let s = CachedSequence {
                 heads,
                 len,
                 rows,
@@ -590,7 +590,7 @@ fn what_fails_is_named() {
         .unwrap_err()
         .to_string();
     assert!(too_much.contains("everything needs"), "{too_much}");
-    let broken = Source::new(&["fn main() { unknown(); }"]);
+    let broken = KernelSource::new(&["fn main() { unknown(); }"]);
     let refused = gpu.kernel(&broken, &[]).err().unwrap().to_string();
     assert!(
         refused.contains("wgpu:0") && refused.contains("unknown"),

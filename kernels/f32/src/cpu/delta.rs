@@ -50,7 +50,7 @@ pub(super) fn run(inputs: &Inputs<'_>, out: &mut [f32]) -> Result<()> {
     let heads = (0..inputs.batch * s.value_heads).into_par_iter();
     let heads: Vec<_> = heads
         .map(|i| {
-            let sequence = Sequence {
+            let sequence = DeltaSequence {
                 inputs,
                 index: i / s.value_heads,
                 before: &[],
@@ -141,7 +141,7 @@ pub(super) fn step(
                 matrices.fill(0.0);
                 kept.fill(0.0);
             }
-            let sequence = Sequence {
+            let sequence = DeltaSequence {
                 inputs,
                 index,
                 before: kept,
@@ -158,7 +158,7 @@ pub(super) fn step(
 }
 
 /// One of the sequences of [`DeltaInputs`].
-struct Sequence<'a> {
+struct DeltaSequence<'a> {
     inputs: &'a Inputs<'a>,
     index: usize,
     before: &'a [f32], // [_, channels], inputs of the convolution in front of the first token; beyond them stand zeros
@@ -171,7 +171,7 @@ struct Mixed {
 }
 
 /// Queries or keys of a head of all tokens.
-struct Units {
+struct UnitVectors {
     mixed: Mixed,
     scales: Vec<f32>, // [seq], what makes each vector as long as it should be
     units: Vec<f32>,  // [seq, key_dim]
@@ -193,7 +193,7 @@ struct Writes<'a> {
     states: Vec<Vec<f32>>, // in front of every KEPT_EVERY-th token
 }
 
-impl Sequence<'_> {
+impl DeltaSequence<'_> {
     fn shape(&self) -> &DeltaShape {
         &self.inputs.shape
     }
@@ -230,26 +230,26 @@ impl Sequence<'_> {
         Mixed { convolved, out }
     }
 
-    fn units(&self, first: usize, length: f32) -> Units {
+    fn units(&self, first: usize, length: f32) -> UnitVectors {
         let dim = self.shape().key_dim;
         let mixed = self.mixed(first, dim);
         let scale = |x: &[f32]| length / (x.iter().map(|x| x * x).sum::<f32>() + UNIT_EPS).sqrt();
         let scales: Vec<f32> = mixed.out.chunks_exact(dim).map(scale).collect();
         let scaled = mixed.out.iter().enumerate();
         let units = scaled.map(|(i, x)| x * scales[i / dim]).collect();
-        Units {
+        UnitVectors {
             mixed,
             scales,
             units,
         }
     }
 
-    fn queries(&self, key_head: usize) -> Units {
+    fn queries(&self, key_head: usize) -> UnitVectors {
         let s = self.shape();
         self.units(key_head * s.key_dim, (s.key_dim as f32).sqrt().recip())
     }
 
-    fn keys(&self, key_head: usize) -> Units {
+    fn keys(&self, key_head: usize) -> UnitVectors {
         let s = self.shape();
         self.units(s.keys() + key_head * s.key_dim, 1.0)
     }
@@ -351,7 +351,13 @@ impl Sequence<'_> {
     }
 
     /// From the gradient at vectors of unit length that at the convolution's inputs.
-    fn unmixed_units(&self, x: &Units, first: usize, gradient: &[f32], length: f32) -> Vec<f32> {
+    fn unmixed_units(
+        &self,
+        x: &UnitVectors,
+        first: usize,
+        gradient: &[f32],
+        length: f32,
+    ) -> Vec<f32> {
         let dim = self.shape().key_dim;
         let mut raw = gradient.to_vec();
         for (t, dx) in raw.chunks_exact_mut(dim).enumerate() {
@@ -579,7 +585,7 @@ pub(super) fn gradient(
     let heads: Vec<_> = heads
         .map(|i| {
             let index = i / s.key_heads;
-            let sequence = Sequence {
+            let sequence = DeltaSequence {
                 inputs,
                 index,
                 before: &[],
