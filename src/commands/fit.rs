@@ -342,7 +342,12 @@ fn recommendation<'a>(
         ),
     };
     let kv = if row.kv == "int8" { " --kv 8" } else { "" };
-    let mut commands = vec![format!("{run} --ctx {context}{kv}")];
+    // Experts are in both memories only within a limit that was given.
+    let limit = match (row.gpu_experts, &machine.cards) {
+        (Some(_), Some(cards)) => format!(" --gpu-memory {}B", cards.free_bytes),
+        _ => String::new(),
+    };
+    let mut commands = vec![format!("{run} --ctx {context}{kv}{limit}")];
     let (source, file) = (shell_word(&shape.model), &row.file);
     let what = match whole {
         true if shape.is_quantized => "the file as it is".to_owned(),

@@ -246,8 +246,7 @@ impl CudaModel {
                 Ok(locked) => bank = Some(locked),
                 Err(e) => {
                     progress.note(&format!(
-                        "experts cannot be in page-locked memory, so whole layers' experts run on the CPU, which is \
-                         slower: {e}"
+                        "experts cannot be in page-locked memory, so whole layers' experts run on the CPU: {e}"
                     ));
                     split = request.split(cpu_experts, free, None, bytes)?;
                 }
