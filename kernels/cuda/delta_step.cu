@@ -38,12 +38,18 @@ constexpr int STEP_WARPS = DELTA_DIM / 8;
 // Rows of a sequence that are prepared together.
 constexpr int STEP_ROWS_AT_ONCE = 8;
 
+// What a row's recurrence takes besides its vectors: decay, beta, what k and q are multiplied by, and their product then.
+struct StepFactors {
+    float2 gates;
+    float k_scale, q_scale, product;
+};
+
 // Of rows that are prepared together, what their recurrence takes.
 struct StepInputs {
     float mixed[STEP_ROWS_AT_ONCE][3][DELTA_DIM];              // q, k, v, behind the convolution
     float rate_sums[STEP_ROWS_AT_ONCE][STEP_WARPS][3];         // of a warp: squares of x, products with b's row and a's
-    float4 factors[STEP_ROWS_AT_ONCE];                         // decay, beta, and what k and q are multiplied by
-    float products[STEP_ROWS_AT_ONCE];                         // of k and q, with those
+    float squares[STEP_ROWS_AT_ONCE][8];                       // of q's four warps, then k's
+    StepFactors factors[STEP_ROWS_AT_ONCE];
     float outputs[STEP_ROWS_AT_ONCE][DELTA_DIM];
 };
 
@@ -142,7 +148,7 @@ struct RateRows {
 };
 
 // The factors of row r of those that are prepared together, which is row `row` of the step, by a warp.
-DEVICE void prepare_row(const DeltaStepArgs& p, StepInputs& inputs, int r, int row, int h, int lane) {
+DEVICE StepFactors factors_of(const DeltaStepArgs& p, const StepInputs& inputs, int r, int row, int h, int lane) {
     float2 gates;
     if (p.rates != nullptr) {
         float sums[3];
@@ -158,23 +164,12 @@ DEVICE void prepare_row(const DeltaStepArgs& p, StepInputs& inputs, int r, int r
     } else {
         gates = p.layer.gates(p.ba + size_t(row) * 2 * p.layer.value_heads, h);
     }
-    float lengths[2];   // of q and k, squared: of each 32 values first
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float squares[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float y = inputs.mixed[r][i][j * 32 + lane];
-            squares[j] = warp_sum(y * y);
-        }
-        lengths[i] = squares[0] + squares[1] + squares[2] + squares[3];
-    }
-    const float q_scale = QUERY_LENGTH * rsqrtf(lengths[0] + UNIT_EPS), k_scale = rsqrtf(lengths[1] + UNIT_EPS);
+    const float(&squares)[8] = inputs.squares[r];
+    const float q_scale = QUERY_LENGTH * rsqrtf(squares[0] + squares[1] + squares[2] + squares[3] + UNIT_EPS);
+    const float k_scale = rsqrtf(squares[4] + squares[5] + squares[6] + squares[7] + UNIT_EPS);
     const float4 q = reinterpret_cast<const float4*>(inputs.mixed[r][0])[lane], k = reinterpret_cast<const float4*>(inputs.mixed[r][1])[lane];
     const float product = warp_sum(q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w) * q_scale * k_scale;
-    if (lane != 0) return;
-    inputs.factors[r] = make_float4(expf(gates.x), gates.y, k_scale, q_scale);
-    inputs.products[r] = product;
+    return {make_float2(expf(gates.x), gates.y), k_scale, q_scale, product};
 }
 
 extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const __grid_constant__ DeltaStepArgs p) {
@@ -241,6 +236,10 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
                 window[0] = window[1], window[1] = window[2], window[2] = in[r];
                 if (keeps) layer.input(slot, position + first + r)[channel] = in[r];
                 inputs.mixed[r][which][value] = y;
+                if (which < 2) {
+                    const float sum = warp_sum(y * y);
+                    if (lane == 0) inputs.squares[r][warp] = sum;
+                }
                 if (checks && which > 0) kept[(first + r) * KEPT_ROW + (which - 1) * DELTA_DIM + value] = y;
             }
         }
@@ -250,15 +249,22 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
                 for (int r = 0; r < count; r += 4) rates.multiply<4>(p, row0 + first + r, count - r, inputs.rate_sums + r, warp, lane);
         }
         __syncthreads();
-        if (warp < count) prepare_row(p, inputs, warp, row0 + first + warp, h, lane);
-        __syncthreads();
+        // One row's factors each warp finds for itself: another meeting of all would take longer.
+        const int prepared = count == 1 ? 0 : warp;
+        StepFactors by;
+        if (prepared < count) by = factors_of(p, inputs, prepared, row0 + first + prepared, h, lane);
+        if (count > 1) {
+            if (prepared < count && lane == 0) inputs.factors[prepared] = by;
+            __syncthreads();
+        }
 #pragma unroll 1
         for (int r = 0; r < count; r++) {
-            const float4 by = inputs.factors[r];
+            if (count > 1) by = inputs.factors[r];
             const float2 v = reinterpret_cast<const float2*>(inputs.mixed[r][2])[warp * 4 + lane / 8];
-            const float2 o = state.feed<false>(inputs.mixed[r][1], inputs.mixed[r][0], make_float2(by.z, by.w), inputs.products[r], v, make_float2(by.x, by.y), lane);
+            const float2 o = state.feed<false>(inputs.mixed[r][1], inputs.mixed[r][0], make_float2(by.k_scale, by.q_scale), by.product, v, by.gates, lane);
             if (lane % 8 == 0) reinterpret_cast<float2*>(inputs.outputs[r])[warp * 4 + lane / 8] = o;
-            if (checks && threadIdx.x == 0) *reinterpret_cast<float4*>(kept + (first + r) * KEPT_ROW + 2 * DELTA_DIM) = make_float4(by.x, by.y, by.z, 0.f);
+            if (checks && threadIdx.x == 0)
+                *reinterpret_cast<float4*>(kept + (first + r) * KEPT_ROW + 2 * DELTA_DIM) = make_float4(by.gates.x, by.gates.y, by.k_scale, 0.f);
         }
         __syncthreads();
         if (warp < count) {
