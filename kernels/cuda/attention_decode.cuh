@@ -268,8 +268,17 @@ struct SplitAttention {
         constexpr int ROUNDS = (8 + 2 * ROWS + WARPS - 1) / WARPS;
         const int jobs = heads + 2 * fresh_rows;
         if constexpr (ROWS > 1 && !TOGETHER<ROWS, DIM>) {
+            Head<DIM> next[2];   // two jobs come while one is done
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (warp + i * WARPS < jobs) next[i] = load_job(warp + i * WARPS);
 #pragma unroll 1
-            for (int job = warp; job < jobs; job += WARPS) keep_job(job, load_job(job), turns, newest_page);
+            for (int job = warp; job < jobs; job += WARPS) {
+                const Head<DIM> v = next[0];
+                next[0] = next[1];
+                if (job + 2 * WARPS < jobs) next[1] = load_job(job + 2 * WARPS);
+                keep_job(job, v, turns, newest_page);
+            }
         } else {
             Head<DIM> fresh[ROUNDS];
 #pragma unroll

@@ -1,5 +1,6 @@
 // The recurrence of a step (`delta.cuh`). Rows go through one by one: S^T k and S^T q are summed together before S
-// changes, as o = g S^T q + (k . q) d.
+// changes, as o = g S^T q + (k . q) d. What does not depend on S is computed for several rows of a sequence at once:
+// before (`StepInputs`), and after it, the outputs; rows in turn would each wait for memory and for the whole block.
 //
 // Several rows of a sequence may be drafts, of which only the first few turn out to be its text. Then S in memory is
 // left as it was in front of them, and k, v and the gates of each row are kept. The step that follows, which reads S
@@ -34,37 +35,56 @@ struct DeltaStepArgs {
 };
 
 constexpr int STEP_WARPS = DELTA_DIM / 8;
-// Fours of inputs of `rates` that a thread multiplies, at most.
-constexpr int MOST_FOURS = 4;
+// Rows of a sequence that are prepared together.
+constexpr int STEP_ROWS_AT_ONCE = 8;
+
+// What a row's recurrence takes besides its vectors: decay, beta, what k and q are multiplied by, and their product then.
+struct StepFactors {
+    float2 gates;
+    float k_scale, q_scale, product;
+};
+
+// Of rows that are prepared together, what their recurrence takes.
+struct StepInputs {
+    float mixed[STEP_ROWS_AT_ONCE][3][DELTA_DIM];              // q, k, v, behind the convolution
+    float rate_sums[STEP_ROWS_AT_ONCE][STEP_WARPS][3];         // of a warp: squares of x, products with b's row and a's
+    float squares[STEP_ROWS_AT_ONCE][8];                       // of q's four warps, then k's
+    StepFactors factors[STEP_ROWS_AT_ONCE];
+    float outputs[STEP_ROWS_AT_ONCE][DELTA_DIM];
+};
 
 // Adds, of four inputs, their squares, and their products with the rows of b and of a.
-DEVICE void add_products(float (&sums)[3], float4 x, float4 gain, uint2* const (&rates)[2], int k) {
+DEVICE void add_products(float (&sums)[3], float4 x, float4 gain, uint2 b, uint2 a) {
     sums[0] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+    const uint2 rows[2] = {b, a};
 #pragma unroll
     for (int w = 0; w < 2; w++) {
-        const uint2 row = rates[w][k];
-        const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&row.x)), second = __half22float2(*reinterpret_cast<const __half2*>(&row.y));
+        const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&rows[w].x)), second = __half22float2(*reinterpret_cast<const __half2*>(&rows[w].y));
         sums[1 + w] += x.x * gain.x * first.x + x.y * gain.y * first.y + x.z * gain.z * second.x + x.w * gain.w * second.y;
     }
 }
 
-// Sums over the warp.
-DEVICE void add_lanes(float (&sums)[3]) {
+// Sums over the warp, of R rows. Lanes share the rows among them, so that an exchange serves half of those that are left:
+// lane l ends with row l / (32 / R), in sums[0]. Each sum has the order of a butterfly over all lanes.
+template <int R>
+DEVICE void add_lanes(float (&sums)[R][3], int lane) {
+    int m = 16;
 #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) {
+    for (int half = R / 2; half > 0; half /= 2, m /= 2) {
+        const bool upper = lane & m;
 #pragma unroll
-        for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
+        for (int r = 0; r < half; r++) {
+#pragma unroll
+            for (int i = 0; i < 3; i++) {
+                const float away = upper ? sums[r][i] : sums[r + half][i], kept = upper ? sums[r + half][i] : sums[r][i];
+                sums[r][i] = kept + __shfl_xor_sync(~0u, away, m);
+            }
+        }
     }
-}
-
-// The sums of all warps, of which lane l < 16 has those of warp l.
-DEVICE void add_warps(float (&sums)[3], const float (&of_warps)[STEP_WARPS][3], int lane) {
 #pragma unroll
-    for (int i = 0; i < 3; i++) sums[i] = of_warps[lane % STEP_WARPS][i];
+    for (; m > 0; m /= 2) {
 #pragma unroll
-    for (int m = STEP_WARPS / 2; m > 0; m >>= 1) {
-#pragma unroll
-        for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
+        for (int i = 0; i < 3; i++) sums[0][i] += __shfl_xor_sync(~0u, sums[0][i], m);
     }
 }
 
@@ -81,12 +101,79 @@ DEVICE void store_output(const DeltaStepArgs& p, int row, int h, float4 y, int l
     }
 }
 
+// The projections of rates that a block's threads have in shared memory: each the fours of inputs that it multiplies.
+struct RateRows {
+    float4* gains;
+    uint2* rows[2];   // of b, of a
+    int fours;
+
+    DEVICE RateRows(void* shared, int hidden) : gains(static_cast<float4*>(shared)), rows{reinterpret_cast<uint2*>(gains + hidden / 4), reinterpret_cast<uint2*>(gains + hidden / 4) + hidden / 4}, fours(hidden / 4) {}
+
+    DEVICE void request(const DeltaStepArgs& p, int h) const {
+        for (int k = threadIdx.x; k < fours; k += STEP_WARPS * 32) {
+            copy_async(gains + k, p.gain + 4 * k);
+#pragma unroll
+            for (int i = 0; i < 2; i++) copy_async<8>(rows[i] + k, p.rates + (size_t(i) * p.layer.value_heads + h) * p.hidden + 4 * k);
+        }
+        copy_commit();
+    }
+    // The sums of a warp, of rows `row` to before `row + count`, which are at most R.
+    template <int R>
+    DEVICE void multiply(const DeltaStepArgs& p, int row, int count, float (*to)[STEP_WARPS][3], int warp, int lane) const {
+        float sums[R][3] = {};
+        float4 x[R], next[R];
+        const auto request = [&](int k) {
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                next[r] = r < count && k < fours ? __ldcg(reinterpret_cast<const float4*>(p.x + size_t(row + r) * p.hidden) + k) : make_float4(0.f, 0.f, 0.f, 0.f);
+        };
+        request(threadIdx.x);
+        copy_wait<0>();
+#pragma unroll 1
+        for (int k = threadIdx.x; k < fours; k += STEP_WARPS * 32) {
+#pragma unroll
+            for (int r = 0; r < R; r++) x[r] = next[r];
+            request(k + STEP_WARPS * 32);
+            const float4 gain = gains[k];
+            const uint2 b = rows[0][k], a = rows[1][k];
+#pragma unroll
+            for (int r = 0; r < R; r++) add_products(sums[r], x[r], gain, b, a);
+        }
+        add_lanes(sums, lane);
+        if (lane % (32 / R) == 0) {
+#pragma unroll
+            for (int i = 0; i < 3; i++) to[lane / (32 / R)][warp][i] = sums[0][i];
+        }
+    }
+};
+
+// The factors of row r of those that are prepared together, which is row `row` of the step, by a warp.
+DEVICE StepFactors factors_of(const DeltaStepArgs& p, const StepInputs& inputs, int r, int row, int h, int lane) {
+    float2 gates;
+    if (p.rates != nullptr) {
+        float sums[3];
+#pragma unroll
+        for (int i = 0; i < 3; i++) sums[i] = inputs.rate_sums[r][lane % STEP_WARPS][i];
+#pragma unroll
+        for (int m = STEP_WARPS / 2; m > 0; m >>= 1) {
+#pragma unroll
+            for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
+        }
+        const float scale = p.scale * rsqrtf(sums[0] / p.hidden + p.layer.eps);
+        gates = p.layer.gates(sums[1] * scale, sums[2] * scale, h);
+    } else {
+        gates = p.layer.gates(p.ba + size_t(row) * 2 * p.layer.value_heads, h);
+    }
+    const float(&squares)[8] = inputs.squares[r];
+    const float q_scale = QUERY_LENGTH * rsqrtf(squares[0] + squares[1] + squares[2] + squares[3] + UNIT_EPS);
+    const float k_scale = rsqrtf(squares[4] + squares[5] + squares[6] + squares[7] + UNIT_EPS);
+    const float4 q = reinterpret_cast<const float4*>(inputs.mixed[r][0])[lane], k = reinterpret_cast<const float4*>(inputs.mixed[r][1])[lane];
+    const float product = warp_sum(q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w) * q_scale * k_scale;
+    return {make_float2(expf(gates.x), gates.y), k_scale, q_scale, product};
+}
+
 extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const __grid_constant__ DeltaStepArgs p) {
-    __shared__ __align__(16) float mixed[3][DELTA_DIM];   // q, k, v
-    __shared__ float squares[8];                          // of q's four warps, then k's
-    __shared__ float2 gates;
-    __shared__ float rate_sums[STEP_WARPS][3];            // of a warp: squares of x, products with b's row and a's
-    __shared__ __align__(16) float outputs[DELTA_DIM];
+    __shared__ __align__(16) StepInputs inputs;
     extern __shared__ uint4 dynamic_shared[];
     const DeltaLayer& layer = p.layer;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -102,18 +189,8 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     }
     const int rows = __ffs(~__ballot_sync(~0u, same));
 
-    // Rows of `rates` and gains, of each four inputs by the thread that multiplies them.
-    const int fours = p.hidden / 4;
-    float4* const gains = reinterpret_cast<float4*>(dynamic_shared);
-    uint2* const rates[2] = {reinterpret_cast<uint2*>(gains + fours), reinterpret_cast<uint2*>(gains + fours) + fours};
-    if (p.rates != nullptr) {
-        for (int k = threadIdx.x; k < fours; k += STEP_WARPS * 32) {
-            copy_async(gains + k, p.gain + 4 * k);
-#pragma unroll
-            for (int i = 0; i < 2; i++) copy_async<8>(rates[i] + k, p.rates + (size_t(i) * layer.value_heads + h) * p.hidden + 4 * k);
-        }
-        copy_commit();
-    }
+    const RateRows rates(dynamic_shared, p.hidden);
+    if (p.rates != nullptr) rates.request(p, h);
     StateColumns state;
     if (position == 0) state.clear();
     else state.load(layer.matrix(slot, h), warp, lane);
@@ -121,8 +198,8 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     const int behind = kept == nullptr ? 0 : __ldcg(&p.step[row0].behind);
     const bool checks = rows > 1 && kept != nullptr;
     // Of the first three groups of four warps a thread has a channel.
-    const int which = threadIdx.x / DELTA_DIM, of_head = threadIdx.x % DELTA_DIM, key_head = layer.key_head(h);
-    const int channel = which == 2 ? 2 * layer.keys() + h * DELTA_DIM + of_head : which * layer.keys() + key_head * DELTA_DIM + of_head;
+    const int which = threadIdx.x / DELTA_DIM, value = threadIdx.x % DELTA_DIM, key_head = layer.key_head(h);
+    const int channel = which == 2 ? 2 * layer.keys() + h * DELTA_DIM + value : which * layer.keys() + key_head * DELTA_DIM + value;
     const bool convolves = which < 3, is_used = slot != p.idle, keeps = (which == 2 || layer.first_of_key(h)) && is_used;
     float4 taps;
     float window[CONV - 1] = {};
@@ -142,68 +219,58 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     if (p.holds_dependents) launch_dependents();
     if (checks && (behind > 0 || position == 0)) state.store(layer.matrix(slot, h), warp, lane);
 #pragma unroll 1
-    for (int r = 0; r < rows; r++) {
-        const float* const qkvz = p.qkvz + size_t(row0 + r) * layer.stride();
-        float4 x[MOST_FOURS];
-        if (p.rates != nullptr) {
-#pragma unroll
-            for (int i = 0; i < MOST_FOURS; i++) {
-                const int k = threadIdx.x + i * STEP_WARPS * 32;
-                if (k < fours) x[i] = __ldcg(reinterpret_cast<const float4*>(p.x + size_t(row0 + r) * p.hidden) + k);
-            }
-        }
+    for (int first = 0; first < rows; first += STEP_ROWS_AT_ONCE) {
+        const int count = min(rows - first, STEP_ROWS_AT_ONCE);
+        const float* const qkvz = p.qkvz + size_t(row0 + first) * layer.stride();
         float4 z;
-        if (warp == 0) z = __ldcg(reinterpret_cast<const float4*>(qkvz + layer.channels() + h * DELTA_DIM) + lane);
+        if (warp < count) z = __ldcg(reinterpret_cast<const float4*>(qkvz + warp * layer.stride() + layer.channels() + h * DELTA_DIM) + lane);
         if (convolves) {
-            const float in = __ldcg(qkvz + channel);
-            const float y = silu(fmaf(in, taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
-            window[0] = window[1], window[1] = window[2], window[2] = in;
-            if (keeps) layer.input(slot, position + r)[channel] = in;
-            mixed[which][of_head] = y;
-            if (checks && which > 0) kept[r * KEPT_ROW + (which - 1) * DELTA_DIM + of_head] = y;
-            if (which < 2) {
-                const float sum = warp_sum(y * y);
-                if (lane == 0) squares[warp] = sum;
-            }
-        } else if (of_head == 0 && p.rates == nullptr) {
-            const float2 of = layer.gates(p.ba + size_t(row0 + r) * 2 * layer.value_heads, h);
-            gates = make_float2(expf(of.x), of.y);
-        }
-        if (p.rates != nullptr) {
-            float sums[3] = {};
-            copy_wait<0>();
+            float in[STEP_ROWS_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < MOST_FOURS; i++) {
-                const int k = threadIdx.x + i * STEP_WARPS * 32;
-                if (k >= fours) break;
-                add_products(sums, x[i], gains[k], rates, k);
+            for (int r = 0; r < STEP_ROWS_AT_ONCE; r++)
+                if (r < count) in[r] = __ldcg(qkvz + r * layer.stride() + channel);
+#pragma unroll
+            for (int r = 0; r < STEP_ROWS_AT_ONCE; r++) {
+                if (r >= count) break;
+                const float y = silu(fmaf(in[r], taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
+                window[0] = window[1], window[1] = window[2], window[2] = in[r];
+                if (keeps) layer.input(slot, position + first + r)[channel] = in[r];
+                inputs.mixed[r][which][value] = y;
+                if (which < 2) {
+                    const float sum = warp_sum(y * y);
+                    if (lane == 0) inputs.squares[r][warp] = sum;
+                }
+                if (checks && which > 0) kept[(first + r) * KEPT_ROW + (which - 1) * DELTA_DIM + value] = y;
             }
-            add_lanes(sums);
-            if (lane < 3) rate_sums[warp][lane] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
         }
-        __syncthreads();
-        float2 of = gates;
         if (p.rates != nullptr) {
-            float sums[3];
-            add_warps(sums, rate_sums, lane);
-            const float scale = p.scale * rsqrtf(sums[0] / p.hidden + layer.eps);
-            of = layer.gates(sums[1] * scale, sums[2] * scale, h);
-            of.x = expf(of.x);
+            if (count == 1) rates.multiply<1>(p, row0 + first, 1, inputs.rate_sums, warp, lane);
+            else
+                for (int r = 0; r < count; r += 4) rates.multiply<4>(p, row0 + first + r, count - r, inputs.rate_sums + r, warp, lane);
         }
-        const float q_scale = QUERY_LENGTH * rsqrtf(squares[0] + squares[1] + squares[2] + squares[3] + UNIT_EPS);
-        const float k_scale = rsqrtf(squares[4] + squares[5] + squares[6] + squares[7] + UNIT_EPS);
-        // Each warp multiplies q and k for itself: another meeting of all would take longer.
-        const float4 q = reinterpret_cast<const float4*>(mixed[0])[lane], k = reinterpret_cast<const float4*>(mixed[1])[lane];
-        const float kq = warp_sum(q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w) * q_scale * k_scale;
-        const float2 v = reinterpret_cast<const float2*>(mixed[2])[warp * 4 + lane / 8];
-        if (checks && threadIdx.x == 0) *reinterpret_cast<float4*>(kept + r * KEPT_ROW + 2 * DELTA_DIM) = make_float4(of.x, of.y, k_scale, 0.f);
-        const float2 o = state.feed<false>(mixed[1], mixed[0], make_float2(k_scale, q_scale), kq, v, of, lane);
-        if (lane % 8 == 0) reinterpret_cast<float2*>(outputs)[warp * 4 + lane / 8] = o;
         __syncthreads();
-        if (warp == 0) {
+        // One row's factors each warp finds for itself: another meeting of all would take longer.
+        const int prepared = count == 1 ? 0 : warp;
+        StepFactors by;
+        if (prepared < count) by = factors_of(p, inputs, prepared, row0 + first + prepared, h, lane);
+        if (count > 1) {
+            if (prepared < count && lane == 0) inputs.factors[prepared] = by;
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int r = 0; r < count; r++) {
+            if (count > 1) by = inputs.factors[r];
+            const float2 v = reinterpret_cast<const float2*>(inputs.mixed[r][2])[warp * 4 + lane / 8];
+            const float2 o = state.feed<false>(inputs.mixed[r][1], inputs.mixed[r][0], make_float2(by.k_scale, by.q_scale), by.product, v, by.gates, lane);
+            if (lane % 8 == 0) reinterpret_cast<float2*>(inputs.outputs[r])[warp * 4 + lane / 8] = o;
+            if (checks && threadIdx.x == 0)
+                *reinterpret_cast<float4*>(kept + (first + r) * KEPT_ROW + 2 * DELTA_DIM) = make_float4(by.gates.x, by.gates.y, by.k_scale, 0.f);
+        }
+        __syncthreads();
+        if (warp < count) {
             const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
-            const float4 y = gate_output(reinterpret_cast<const float4*>(outputs)[lane], z, norm, layer.eps);
-            store_output(p, row0 + r, h, y, lane);
+            const float4 y = gate_output(reinterpret_cast<const float4*>(inputs.outputs[warp])[lane], z, norm, layer.eps);
+            store_output(p, row0 + first + warp, h, y, lane);
         }
     }
     if (is_used && !checks) state.store(layer.matrix(slot, h), warp, lane);
