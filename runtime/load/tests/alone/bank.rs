@@ -11,7 +11,6 @@ use nq_runtime::{
 };
 use nq_testkit::models::experts;
 use nq_testkit::sessions::{chunk, drawn, session_spec};
-use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 /// What loading says.
@@ -93,36 +92,37 @@ fn whatever_has_room_computes_the_same() {
                 ..LoadOptions::default()
             };
             let notes = Notes::default();
-            let engine = load(&config, &store, &options, &notes);
+            let engine = load(&config, &store, &options, &notes).expect("it fits");
             (engine, rooms(&notes))
         };
         let before = held();
         let (whole, all_fit) = loaded(None);
-        let whole = whole.expect("it fits");
         assert_eq!(all_fit, None, "{name}");
-        let total = whole.device_memory(&spec).unwrap().total();
+        let all = whole.device_memory(&spec).unwrap();
         let expected = computed(&*whole, spec);
         drop(whole);
-        let mut seen = BTreeSet::new();
-        // Each limit leaves less room, until nothing fits.
-        let mut limit = before + total - 1;
-        loop {
+        // What a model takes of the GPU, whose rooms and results are compared.
+        let compared = |limit: usize| {
             let (engine, rooms) = loaded(Some(limit));
-            let Ok(engine) = engine else { break };
-            limit -= total / 64;
-            let Some(rooms) = rooms else { continue };
-            if !seen.insert(rooms) {
-                continue;
-            }
+            let rooms = rooms.unwrap_or_else(|| panic!("{name}: no banks within {limit} bytes"));
             let what = format!("{name}, {rooms} experts of a layer have room");
             let plan = engine.device_memory(&spec).unwrap();
-            assert!(held() - before + plan.kv + plan.scratch <= limit + total / 64);
+            assert!(held() - before + plan.kv + plan.scratch <= limit, "{what}");
             let found = computed(&*engine, spec);
             let differ = found.0.iter().zip(&expected.0);
             let differ = differ.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             assert_eq!((differ, found.0.len()), (0, expected.0.len()), "{what}");
             assert_eq!(found.1, expected.1, "{what}");
+            (rooms, plan)
+        };
+        // The most rooms, and fewer: two numbers of rooms tell what one takes.
+        let (most, widest) = compared(before + all.total() - 1);
+        let (fewer, plan) = compared(before + all.total() - 1 - (all.weights - widest.weights) / 2);
+        assert!(fewer < most && most > 3, "{name}: {fewer} of {most}");
+        let room = (widest.weights - plan.weights) / (most - fewer);
+        for wanted in [most / 2 + 1, 3, 1] {
+            let limit = before + widest.total() - (most - wanted) * room;
+            assert_eq!(compared(limit).0, wanted, "{name}");
         }
-        assert!(seen.contains(&3) && seen.len() > 3, "{name}: {seen:?}");
     }
 }
