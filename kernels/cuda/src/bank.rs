@@ -68,6 +68,11 @@ impl ExpertLayout {
     }
 }
 
+/// Bytes of a bank of `experts` experts, whose parts of the stacks of gate and up and of down have these shapes.
+pub(crate) fn bank_bytes(shapes: [PackedShape; 2], experts: usize) -> usize {
+    ExpertLayout::new(shapes).bytes.saturating_mul(experts)
+}
+
 /// The table of a model's experts, and their counts. Both have [layers, experts].
 pub struct ExpertTable {
     places: Buffer<u64>,
