@@ -12,7 +12,7 @@ use super::layer::HeldLayer;
 use super::model::stack;
 use super::weights::{BankShape, expert_table};
 use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter};
-use crate::{DeviceLinear, Gpu, Mark, Stream, StreamOptions, Uploader};
+use crate::{DeviceLinear, Gpu, GroupedRows, Mark, Stream, StreamOptions, Uploader};
 use nq_formats::{Weight, human_bytes};
 use nq_model::ModelConfig;
 use nq_runtime::interface::HeatKeeper;
@@ -22,6 +22,10 @@ use nq_runtime::{Error, Result};
 use policy::Heat;
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Routes of rows for each expert of a layer from which on all experts of the next one are brought to prompts before it
+/// is known which ones it needs: in texts, fewer rows leave a part of them out.
+const ROUTES_OF_ALL: usize = 64;
 
 /// Most experts of a layer that move at once, and of all layers: what they take of the bus, steps lack.
 const MOST_OF_LAYER: usize = 2;
@@ -42,6 +46,8 @@ pub(super) struct ModelBank {
     /// Keeps the heat of experts for the next run.
     keeper: OnceLock<Box<dyn HeatKeeper>>,
     residency: Mutex<Residency>,
+    /// Copies of experts for layers that prompts come to next.
+    ahead: Stream,
     /// A share for each session.
     sessions: Arc<()>,
 }
@@ -61,6 +67,12 @@ struct Residency {
     moving: Vec<Move>,
     /// Behind the copies of those that are moving.
     moved: Option<Mark>,
+}
+
+/// Experts of a layer on their way to the stage of a session.
+pub(super) struct Coming {
+    layer: usize,
+    end: Mark,
 }
 
 #[derive(Clone, Copy)]
@@ -122,6 +134,10 @@ impl ModelBank {
             routed: c.experts.map_or(0, |e| e.count),
             keeper: OnceLock::new(),
             residency: Mutex::new(residency),
+            ahead: gpu.stream_with(StreamOptions {
+                last: true,
+                ..StreamOptions::default()
+            })?,
             sessions: Arc::new(()),
             table,
         })
@@ -214,6 +230,47 @@ impl ModelBank {
     /// The stacks that sessions make of experts.
     pub(super) fn stage(&self) -> StageSizes {
         self.stage
+    }
+
+    /// Brings the experts of layer `index` to where products of the `rows` of a prompt read them, unless `coming` says
+    /// that they are on their way there; beside the products of many rows, those of the next layer, too. Returns what is
+    /// on its way then.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(super) fn bring(
+        &self,
+        stream: &Stream,
+        index: usize,
+        rows: &mut GroupedRows,
+        coming: Option<Coming>,
+    ) -> nq_kernels::Result<Option<Coming>> {
+        let Some(bank) = self.layers.get(index).and_then(Option::as_deref) else {
+            return Ok(None);
+        };
+        match coming {
+            Some(coming) if coming.layer == index => {
+                stream.wait_for(&coming.end)?;
+                rows.turn();
+            }
+            _ => stream.stage_experts(bank, rows)?,
+        }
+        let mut later = self.layers.iter().enumerate().skip(index + 1);
+        let next = later.find_map(|(layer, bank)| Some((layer, bank.as_deref()?)));
+        let wanted = |next: &LayerBank| rows.routes() >= ROUTES_OF_ALL * next.experts();
+        let Some((layer, next)) = next.filter(|(_, next)| wanted(next)) else {
+            return Ok(None);
+        };
+        // The products that read the other stacks are before this in the stream.
+        self.ahead.wait_for(&stream.mark()?)?;
+        self.ahead.stage_next(next, rows)?;
+        let end = self.ahead.mark()?;
+        Ok(Some(Coming { layer, end }))
+    }
+
+    /// Waits for experts that were on their way for a pass that failed. If the driver fails, later work does, too.
+    pub(super) fn settle(&self) {
+        let _ = self.ahead.synchronize();
     }
 
     /// A new session's share. Experts move only while there is a single session, whose stream orders what reads them.
