@@ -68,6 +68,8 @@ pub(crate) struct Cards {
     /// 10^9 bytes that each reads in a second; `None` if nobody said.
     pub(crate) read_gb_s: Option<f64>,
     pub(crate) bandwidth_known: Known,
+    /// 10^9 bytes of the computer's memory that each reads in a second, known as its bandwidth is.
+    pub(crate) copied_gb_s: Option<f64>,
     #[serde(skip)]
     pub(crate) kernels: Kernels,
 }
@@ -82,6 +84,7 @@ impl Cards {
             memory_known: Known::Given,
             read_gb_s: None,
             bandwidth_known: Known::Given,
+            copied_gb_s: None,
             kernels: cards::kernels(0.0),
         }
     }
@@ -281,7 +284,7 @@ pub(crate) struct FileRow {
     /// Layers whose experts are on the CPU beside a GPU.
     pub(crate) cpu_layers: usize,
     /// Of a mixture whose experts do not all have room on the GPU, how many of each layer have; all are in the
-    /// computer's memory, and no speed is computed, as it depends on how often a text needs the others.
+    /// computer's memory. Speed is computed for a text that uses experts again as published ones do.
     pub(crate) gpu_experts: Option<usize>,
     /// Bytes of experts in the computer's memory.
     pub(crate) cpu_bytes: usize,
@@ -449,8 +452,7 @@ impl Asked<'_> {
                 Err(_) => {} // some experts may go to the CPU
             }
         }
-        let banks = cards.memory_known == Known::Given;
-        let placed = match gpu::place(c, kinds, &spec, &free, banks) {
+        let placed = match gpu::place(c, kinds, &spec, &free) {
             Ok(placed) => placed,
             Err(why) => {
                 row.takes(whole);
@@ -469,11 +471,8 @@ impl Asked<'_> {
         if placed.host_bytes as u64 > self.machine.host.free_bytes {
             row.refuse("its experts take more than the computer's free memory".into());
         }
-        if placed.rooms.is_some() {
-            return Ok(());
-        }
         row.reaches(self, |kv| self.decode_on(&file.codes, cards, &placed, kv));
-        if placed.on_host == 0 {
+        if placed.on_host == 0 && placed.rooms.is_none() {
             row.prompt_tok_s = speed::prompt_on_gpu(c, &file.codes, cards.kernels).map(|s| s.tok_s);
             let more = speed::together(c, clients).filter(|_| clients > 1);
             row.tok_s_all = more.zip(row.tok_s).map(|(more, one)| more.tok_s * one);
@@ -481,7 +480,8 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Decode on GPUs, with experts on the CPU if some are there: a token passes all of them, one after the other.
+    /// Decode on GPUs, with experts on the CPU if some are there: a token passes all of them, one after the other. Of experts
+    /// that have no rooms, a GPU waits for those that a text needs.
     fn decode_on(
         &self,
         codes: &str,
@@ -489,9 +489,22 @@ impl Asked<'_> {
         placed: &Placed,
         kv: usize,
     ) -> Option<Computed> {
-        let bytes = (placed.read + kv) as f64;
         let bandwidth = 1e9 * cards.read_gb_s?;
-        let there = speed::on_gpu(self.config, codes, cards.kernels, bytes, bandwidth)?;
+        let on_gpu = |bytes: usize| {
+            let (c, kernels) = (self.config, cards.kernels);
+            speed::on_gpu(c, codes, kernels, (bytes + kv) as f64, bandwidth)
+        };
+        if let (Some(rooms), Some(experts)) = (placed.rooms, self.config.experts) {
+            let missing = 1.0 - speed::found(rooms as f64 / experts.count as f64);
+            let waiting = missing * placed.host_read as f64 / (1e9 * cards.copied_gb_s?);
+            let there = on_gpu(placed.read + placed.host_read)?;
+            return Some(Computed {
+                tok_s: 1.0 / (1.0 / there.tok_s + waiting),
+                record: speed::FOUND,
+                ..there
+            });
+        }
+        let there = on_gpu(placed.read)?;
         if placed.on_host == 0 {
             return Some(there);
         }

@@ -430,6 +430,10 @@ impl WeightStore for RandomStore {
         })
     }
 
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        (self.scheme_of)(name)
+    }
+
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let name = parameter_of(name).unwrap_or(name);
         let stored = self.parameters.get(name);

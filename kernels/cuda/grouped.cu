@@ -5,7 +5,7 @@
 //   sort_routes      where each of these routes stands among the sorted rows, and which rows a block of
 //                    the products takes
 //   gather_rows      sorted[place] = x[row], for the routes of all rows
-//   stage_experts    the stacks of a layer's experts that have rows, of experts that are not in stacks (`places.cuh`)
+//   stage_experts    the stacks of a layer's experts, of experts that are not in stacks (`places.cuh`)
 //   combine_experts  x[row] += sum over the routes s of row, in order: weight_s * y[place_s]
 //
 // Which of an expert's rows comes first is left to chance; it has no influence on what a row becomes.
@@ -33,10 +33,11 @@ struct RoutesArgs {
 
 struct StageArgs {
     const uint64_t* places;   // [experts], as of `ExpertPlaces`
-    const int* rows;          // [experts]
+    const int* rows;          // [experts]; or null: all are copied
     uint4* stacks[4];         // codes and scales of gate and up, codes and scales of down
     uint32_t begin[4];        // of each in an expert, in words of 16 bytes
     uint32_t words[4];        // of an expert
+    uint32_t experts;
 };
 
 struct GatherArgs {
@@ -121,22 +122,24 @@ extern "C" __global__ __launch_bounds__(256) void gather_rows(const __grid_const
     }
 }
 
-// Grid (parts that an expert is cut into, experts).
+// Grid (parts that an expert is cut into, experts at once).
 extern "C" __global__ __launch_bounds__(256) void stage_experts(const __grid_constant__ StageArgs p) {
     constexpr uint32_t AT_ONCE = 4;   // words of a thread that are on their way
-    if (__ldcg(p.rows + blockIdx.y) == 0) return;
-    const uint4* const expert = reinterpret_cast<const uint4*>(__ldcg(reinterpret_cast<const unsigned long long*>(p.places) + blockIdx.y));
-    for (int k = 0; k < 4; k++) {
-        const uint4* const from = expert + p.begin[k];
-        uint4* const to = p.stacks[k] + size_t(blockIdx.y) * p.words[k];
-        for (uint32_t i = blockIdx.x * (256 * AT_ONCE) + threadIdx.x; i < p.words[k]; i += gridDim.x * (256 * AT_ONCE)) {
-            uint4 v[AT_ONCE];
+    for (uint32_t e = blockIdx.y; e < p.experts; e += gridDim.y) {
+        if (p.rows != nullptr && __ldcg(p.rows + e) == 0) continue;
+        const uint4* const expert = reinterpret_cast<const uint4*>(__ldcg(reinterpret_cast<const unsigned long long*>(p.places) + e));
+        for (int k = 0; k < 4; k++) {
+            const uint4* const from = expert + p.begin[k];
+            uint4* const to = p.stacks[k] + size_t(e) * p.words[k];
+            for (uint32_t i = blockIdx.x * (256 * AT_ONCE) + threadIdx.x; i < p.words[k]; i += gridDim.x * (256 * AT_ONCE)) {
+                uint4 v[AT_ONCE];
 #pragma unroll
-            for (uint32_t j = 0; j < AT_ONCE; j++)
-                if (i + j * 256 < p.words[k]) v[j] = __ldcg(from + i + j * 256);
+                for (uint32_t j = 0; j < AT_ONCE; j++)
+                    if (i + j * 256 < p.words[k]) v[j] = __ldcg(from + i + j * 256);
 #pragma unroll
-            for (uint32_t j = 0; j < AT_ONCE; j++)
-                if (i + j * 256 < p.words[k]) to[i + j * 256] = v[j];
+                for (uint32_t j = 0; j < AT_ONCE; j++)
+                    if (i + j * 256 < p.words[k]) to[i + j * 256] = v[j];
+            }
         }
     }
 }

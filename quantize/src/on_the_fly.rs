@@ -175,6 +175,14 @@ impl Overlay for OnTheFly<'_> {
         None // told by each weight once it is rounded
     }
 
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match &self.rule {
+            // All weights are as the rule expects them.
+            Rule::Unquantized(schemes) if self.inner().quantization().is_none() => schemes.of(name),
+            _ => None,
+        }
+    }
+
     fn exactness(&self, name: &str) -> Exactness {
         match &self.rule {
             Rule::Named(schemes, _) if schemes.contains_key(name) => Exactness::Exact,

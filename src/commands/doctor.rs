@@ -72,6 +72,8 @@ struct UsableGpu {
     multi_process: bool,
     /// The rate at which its memory was read, in 10^9 bytes per second.
     read_gb_s: Option<f64>,
+    /// The rate at which the computer's memory was copied to it, in 10^9 bytes per second.
+    copied_gb_s: Option<f64>,
 }
 
 /// A GPU as its driver for Vulkan, Metal or Direct3D 12 presents it, or software that does as one would.
@@ -108,6 +110,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
         driver_cuda: format!("{}.{}", g.driver_cuda.0, g.driver_cuda.1),
         multi_process: g.multi_process,
         read_gb_s: g.bandwidth.map(|b| b / 1e9),
+        copied_gb_s: g.copied.map(|b| b / 1e9),
     };
     Ok(gpus.into_iter().map(usable).collect())
 }
@@ -446,6 +449,12 @@ impl std::fmt::Display for Findings {
             )?;
             if let Some(rate) = g.read_gb_s {
                 writeln!(f, "          its memory was read at {rate:.0} GB/s")?;
+            }
+            if let Some(rate) = g.copied_gb_s {
+                writeln!(
+                    f,
+                    "          the computer's memory was copied to it at {rate:.1} GB/s"
+                )?;
             }
         }
         if let Some(products) = &self.gpu.products {

@@ -311,6 +311,7 @@ fn of_this_machine(device: Device) -> anyhow::Result<Option<Cards>> {
         memory_known: Known::Measured,
         read_gb_s: gpu.bandwidth.map(|b| b / 1e9),
         bandwidth_known: Known::Measured,
+        copied_gb_s: gpu.copied.map(|rate| rate / 1e9),
         kernels: cards::kernels(f64::from(major) + f64::from(minor) / 10.0),
     }))
 }
@@ -342,9 +343,12 @@ fn recommendation<'a>(
         ),
     };
     let kv = if row.kv == "int8" { " --kv 8" } else { "" };
-    // Experts are in both memories only within a limit that was given.
-    let limit = match (row.gpu_experts, &machine.cards) {
-        (Some(_), Some(cards)) => format!(" --gpu-memory {}B", cards.free_bytes),
+    let limit = match &machine.cards {
+        Some(Cards {
+            free_bytes,
+            memory_known: Known::Given,
+            ..
+        }) => format!(" --gpu-memory {free_bytes}B"),
         _ => String::new(),
     };
     let mut commands = vec![format!("{run} --ctx {context}{kv}{limit}")];

@@ -7,21 +7,27 @@ use super::{Cards, DRIVER, Known};
 /// (2026-11-26-gpu-imitated-h100.csv).
 const READ: f64 = 0.9;
 
+/// The part of what its lanes of PCIe carry at which a card reads the computer's memory: .82 of an H200's
+/// (2026-11-29-gpu-experts.csv).
+const COPIED: f64 = 0.8;
+
 struct Card {
     name: &'static str,
     capability: f64,
     gib: f64,
     gb_s: f64,
+    pcie_gb_s: f64,
     measured: Option<f64>,
 }
 
 fn cards() -> impl Iterator<Item = Card> {
     lines(include_str!("cards.csv")).filter_map(|row| match row[..] {
-        [name, capability, gib, gb_s, measured, _] => Some(Card {
+        [name, capability, gib, gb_s, pcie_gb_s, measured, _] => Some(Card {
             name,
             capability: capability.parse().ok()?,
             gib: gib.parse().ok()?,
             gb_s: gb_s.parse().ok()?,
+            pcie_gb_s: pcie_gb_s.parse().ok()?,
             measured: measured.parse().ok(),
         }),
         _ => None,
@@ -96,6 +102,7 @@ impl Card {
             memory_known: Known::Computed,
             read_gb_s: Some(read_gb_s),
             bandwidth_known,
+            copied_gb_s: Some(COPIED * self.pcie_gb_s),
             kernels: kernels(self.capability),
         }
     }

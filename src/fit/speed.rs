@@ -202,6 +202,27 @@ pub(crate) fn on_gpu(
     })
 }
 
+/// The record of how often texts find experts in rooms.
+pub(crate) const FOUND: &str = "2026-11-30-expert-hits.csv";
+
+/// The part of the experts that a text needs that it finds in rooms, if such a `share` of all has one: by replaying choices
+/// that repeat as published traces do, with nq's policy.
+pub(crate) fn found(share: f64) -> f64 {
+    let rows = lines(include_str!("hits.csv")).filter_map(|row| match row[..] {
+        [share, found, _] => Some((share.parse::<f64>().ok()?, found.parse::<f64>().ok()?)),
+        _ => None,
+    });
+    let mut below = (0.0, 0.0);
+    for row in rows {
+        if share <= row.0 {
+            let part = (share - below.0) / (row.0 - below.0);
+            return below.1 + part * (row.1 - below.1);
+        }
+        below = row;
+    }
+    1.0
+}
+
 /// How many times the tokens of one sequence so many get together, on GPUs; `None` without a record of such models.
 pub(crate) fn together(c: &ModelConfig, clients: usize) -> Option<Computed> {
     let shape = Workload::of(c);

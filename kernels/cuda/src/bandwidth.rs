@@ -1,4 +1,5 @@
-//! Measures how fast the device's memory can be read, the limit to compare products with.
+//! Measures how fast the device's memory can be read, the limit to compare products with, and how fast the host's memory
+//! comes to it.
 
 use super::driver::{Gpu, LaunchShape, Mark};
 use super::kernel::kernels;
@@ -11,6 +12,9 @@ kernels! {
     READ_ALL: ReadArgs = "read_all" in "reference.cu",
         test "kernels/cuda/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
 }
+
+/// Bytes of a copy whose time tells the rate of the bus.
+const COPIED: usize = 64 << 20;
 
 impl Gpu {
     /// Bytes per second, by [`Gpu::read_bandwidth`] over a buffer that is large compared with the cache and takes at most half of the free
@@ -45,11 +49,32 @@ impl Gpu {
             marks.push(stream.mark()?);
         }
         stream.synchronize()?;
-        let mut seconds = Vec::new();
-        for pair in marks[1..].windows(2) {
-            seconds.push(pair[0].seconds_until(&pair[1])?);
-        }
-        seconds.sort_by(f64::total_cmp);
-        Ok(x.bytes() as f64 / seconds[seconds.len() / 2])
+        Ok(x.bytes() as f64 / median_between(&marks[1..])?)
     }
+
+    /// Bytes per second at which page-locked memory of the host comes to the device: the median of five copies after one
+    /// for warming up.
+    ///
+    /// # Errors
+    /// [`nq_kernels::Error::DeviceMemory`] if there is no room for 64 MiB in either memory; errors of the driver.
+    pub fn copy_bandwidth(&self) -> Result<f64> {
+        let what = "measuring the bus";
+        let (from, to) = (self.locked(what, COPIED)?, self.zeros::<u8>(what, COPIED)?);
+        let stream = self.stream()?;
+        let mut marks: Vec<Mark> = Vec::new();
+        for _ in 0..7 {
+            stream.write_locked(&to, 0, &from, 0, COPIED)?;
+            marks.push(stream.mark()?);
+        }
+        stream.synchronize()?;
+        Ok(COPIED as f64 / median_between(&marks[1..])?)
+    }
+}
+
+/// The median of the seconds between neighbours of at least two marks that have passed.
+fn median_between(marks: &[Mark]) -> Result<f64> {
+    let between = marks.windows(2).map(|pair| pair[0].seconds_until(&pair[1]));
+    let mut seconds = between.collect::<Result<Vec<f64>>>()?;
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[seconds.len() / 2])
 }

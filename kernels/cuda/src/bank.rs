@@ -68,6 +68,11 @@ impl ExpertLayout {
     }
 }
 
+/// Bytes of a bank of `experts` experts, whose parts of the stacks of gate and up and of down have these shapes.
+pub(crate) fn bank_bytes(shapes: [PackedShape; 2], experts: usize) -> usize {
+    ExpertLayout::new(shapes).bytes.saturating_mul(experts)
+}
+
 /// The table of a model's experts, and their counts. Both have [layers, experts].
 pub struct ExpertTable {
     places: Buffer<u64>,
@@ -331,12 +336,36 @@ impl StageSizes {
 }
 
 /// Stacks in the GPU's memory, made of a bank's experts that many rows go through: products of many rows read weights
-/// several times, and each over PCIe would take too long.
+/// several times, and each over PCIe would take too long. There are two [`Turn`]s of them, so that those of the next
+/// layer come while products read those of a layer.
 pub struct ExpertStage {
-    codes: [Buffer<u8>; 2],
-    meta: [Buffer<u8>; 2],
+    turns: [StagedStacks; 2],
     /// How many rows each expert has.
     pub(crate) rows: Buffer<u32>,
+}
+
+/// Codes and scales of gate and up, and of down.
+struct StagedStacks {
+    codes: [Buffer<u8>; 2],
+    meta: [Buffer<u8>; 2],
+}
+
+/// Which stacks of an [`ExpertStage`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Turn {
+    #[default]
+    First,
+    Second,
+}
+
+impl Turn {
+    /// The other stacks.
+    pub(crate) fn other(self) -> Self {
+        match self {
+            Turn::First => Turn::Second,
+            Turn::Second => Turn::First,
+        }
+    }
 }
 
 impl ExpertStage {
@@ -347,9 +376,14 @@ impl ExpertStage {
     pub fn new(gpu: &Gpu, sizes: StageSizes, experts: usize) -> Result<Self> {
         let stack = |bytes: usize| gpu.zeros("staged experts", bytes);
         let StageSizes { codes, meta } = sizes;
+        let turn = || -> Result<_> {
+            Ok(StagedStacks {
+                codes: [stack(codes[0])?, stack(codes[1])?],
+                meta: [stack(meta[0])?, stack(meta[1])?],
+            })
+        };
         Ok(ExpertStage {
-            codes: [stack(codes[0])?, stack(codes[1])?],
-            meta: [stack(meta[0])?, stack(meta[1])?],
+            turns: [turn()?, turn()?],
             rows: gpu.zeros("staged experts", experts)?,
         })
     }
@@ -357,32 +391,40 @@ impl ExpertStage {
     /// The same memory once more.
     pub(crate) fn share(&self) -> Self {
         ExpertStage {
-            codes: self.codes.each_ref().map(Buffer::share),
-            meta: self.meta.each_ref().map(Buffer::share),
+            turns: self.turns.each_ref().map(|stacks| StagedStacks {
+                codes: stacks.codes.each_ref().map(Buffer::share),
+                meta: stacks.meta.each_ref().map(Buffer::share),
+            }),
             rows: self.rows.share(),
         }
     }
 
     /// The stack of a half, as a product of many rows reads it.
-    pub(crate) fn linear(&self, banked: &BankHalf) -> DeviceLinear {
-        let i = banked.half as usize;
-        DeviceLinear::of_stage(banked, &self.codes[i], &self.meta[i])
+    pub(crate) fn linear(&self, banked: &BankHalf, turn: Turn) -> DeviceLinear {
+        let (stacks, i) = (&self.turns[turn as usize], banked.half as usize);
+        DeviceLinear::of_stage(banked, &stacks.codes[i], &stacks.meta[i])
     }
 
     /// What [`Stream::stage_experts`] copies: addresses of the stacks, where their parts begin in an expert, and their
     /// sizes in an expert, the latter in words of 16 bytes.
-    pub(crate) fn parts(&self, o: &Operands<'_>, layer: &LayerBank) -> Result<[StagedPart; 4]> {
+    pub(crate) fn parts(
+        &self,
+        o: &Operands<'_>,
+        layer: &LayerBank,
+        turn: Turn,
+    ) -> Result<[StagedPart; 4]> {
         let ExpertLayout {
             shapes,
             codes,
             meta,
             ..
         } = layer.layout;
+        let stacks = &self.turns[turn as usize];
         let mut all = [StagedPart::default(); 4];
         for half in Half::ALL {
             let i = half as usize;
-            let of_codes = (&self.codes[i], codes[i], shapes[i].codes_bytes());
-            let of_meta = (&self.meta[i], meta[i], shapes[i].meta_bytes());
+            let of_codes = (&stacks.codes[i], codes[i], shapes[i].codes_bytes());
+            let of_meta = (&stacks.meta[i], meta[i], shapes[i].meta_bytes());
             for (k, (to, begin, bytes)) in [of_codes, of_meta].into_iter().enumerate() {
                 all[2 * i + k] = StagedPart {
                     to: o.of("staged experts", to, &[layer.experts, bytes])?,

@@ -1,7 +1,7 @@
 //! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
 //! are read once for all of its rows (a grouped product).
 
-use super::bank::{ExpertStage, LayerBank};
+use super::bank::{ExpertStage, LayerBank, Turn};
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
@@ -41,12 +41,16 @@ pub struct GroupedRows {
     gated: Buffer<u16>,       // [routes, width padded], in operand order
     y: Buffer<f32>,           // [routes, hidden]
     grouped: Grouped,
-    /// Where experts in banks become stacks.
+    /// Where experts in banks become stacks, and which of them products read.
     stage: Option<ExpertStage>,
+    turn: Turn,
 }
 
-/// Parts that [`Stream::group_rows`] cuts an expert of a bank into, to be copied at once.
+/// Parts that [`Stream::stage_experts`] cuts an expert of a bank into, to be copied at once.
 const STAGE_PARTS: usize = 16;
+/// Parts of an expert, and experts at once, where kernels of another stream run beside the copies: 15 blocks read as fast as
+/// any number (`benches/records/2026-11-29-gpu-experts.csv`), and leave most multiprocessors to those kernels.
+const STAGE_BESIDE: [usize; 2] = [4, 4];
 
 /// The rows that were sorted last.
 #[derive(Clone, Copy)]
@@ -96,6 +100,7 @@ impl GroupedRows {
             y: gpu.zeros("activations", routes * hidden)?,
             grouped: Grouped::new(gpu, &experts, 0),
             stage: None,
+            turn: Turn::default(),
         })
     }
 
@@ -108,9 +113,19 @@ impl GroupedRows {
     fn stack(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<Option<DeviceLinear>> {
         match (w.bank(), &self.stage) {
             (None, _) => Ok(None),
-            (Some(half), Some(stage)) => Ok(Some(stage.linear(half))),
+            (Some(half), Some(stage)) => Ok(Some(stage.linear(half, self.turn))),
             (Some(_), None) => o.refuse("experts in a bank", "a stage for them", "none"),
         }
+    }
+
+    /// How many routes the rows have that were sorted last.
+    pub(crate) fn routes(&self) -> usize {
+        self.grouped.m * chosen(&self.grouped.experts)
+    }
+
+    /// Lets products read the other stacks of the stage, to which [`Stream::stage_next`] copied.
+    pub(crate) fn turn(&mut self) {
+        self.turn = self.turn.other();
     }
 }
 
@@ -157,8 +172,8 @@ impl Stream {
     }
 
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
-    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]). If the experts are in a `bank`, those that
-    /// have rows become a stack, too.
+    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]). Experts that are in a `bank` have to be staged
+    /// before they are multiplied ([`Stream::stage_experts`], [`Stream::stage_next`]).
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -183,12 +198,8 @@ impl Stream {
             }
             None => ExpertPlaces::default(),
         };
-        let stage = match (bank, &rows.stage) {
-            (None, _) => None,
-            (Some(bank), Some(stage)) => Some((bank, stage)),
-            (Some(_), None) => return o.refuse("experts in a bank", "a stage for them", "none"),
-        };
-        let rows_of = stage.map(|(_, stage)| &stage.rows);
+        let rows_of = rows.stage.as_ref().filter(|_| bank.is_some());
+        let rows_of = rows_of.map(|stage| &stage.rows);
         let args = RoutesArgs {
             scores: o.of("scores", scores, &[m, stacked(e)])?,
             chosen: o.of("chosen experts", &rows.chosen, &[m, k])?,
@@ -220,21 +231,56 @@ impl Stream {
             self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS), &args)?;
             self.launch(&GATHER_ROWS, shape([m, 1], 256), &gather)?;
         }
-        if let Some((bank, stage)) = stage {
-            let parts = stage.parts(&o, bank)?;
-            let args = StageArgs {
-                places: places.at,
-                rows: args.rows,
-                stacks: parts.map(|p| p.to),
-                begin: parts.map(|p| p.begin),
-                words: parts.map(|p| p.words),
-            };
-            let shape = LaunchShape::new([STAGE_PARTS, stacked(e), 1], 256);
-            // SAFETY: the operands were checked; the table leads to whole experts of the bank, which `args` keeps.
-            unsafe { self.launch(&STAGE_EXPERTS, shape, &args)? };
-        }
         rows.grouped = grouped;
         Ok(())
+    }
+
+    /// Makes stacks of the experts of a `bank` that have rows, as [`Stream::group_rows`] has counted them, where products
+    /// read them.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if there is no stage for them; errors of the driver.
+    pub(crate) fn stage_experts(&self, bank: &LayerBank, rows: &GroupedRows) -> Result<()> {
+        let blocks = [STAGE_PARTS, bank.experts()];
+        self.stage(bank, rows, rows.turn, true, blocks)
+    }
+
+    /// Makes stacks of all experts of another layer's `bank` beside those that products read, and beside kernels of
+    /// other streams.
+    ///
+    /// # Errors
+    /// As of [`Stream::stage_experts`].
+    pub(crate) fn stage_next(&self, bank: &LayerBank, rows: &GroupedRows) -> Result<()> {
+        self.stage(bank, rows, rows.turn.other(), false, STAGE_BESIDE)
+    }
+
+    /// Makes stacks of a bank's experts, of those that have rows if only the `chosen` ones are wanted.
+    fn stage(
+        &self,
+        bank: &LayerBank,
+        rows: &GroupedRows,
+        turn: Turn,
+        chosen: bool,
+        [parts, experts]: [usize; 2],
+    ) -> Result<()> {
+        let o = self.operands("stage_experts");
+        let Some(stage) = &rows.stage else {
+            return o.refuse("experts in a bank", "a stage for them", "none");
+        };
+        let rows_of = chosen.then_some(&stage.rows);
+        let staged = stage.parts(&o, bank, turn)?;
+        let args = StageArgs {
+            places: bank.args(&o)?.at,
+            rows: o.optional("rows of experts", rows_of, &[bank.experts()])?,
+            stacks: staged.map(|p| p.to),
+            begin: staged.map(|p| p.begin),
+            words: staged.map(|p| p.words),
+            experts: bank.experts() as u32,
+            padding: [0; 1],
+        };
+        let shape = LaunchShape::new([parts, experts, 1], 256);
+        // SAFETY: the operands were checked; the table leads to whole experts of the bank, which its arguments keep.
+        unsafe { self.launch(&STAGE_EXPERTS, shape, &args) }
     }
 
     /// Gate and up of the rows that [`Stream::group_rows`] sorted, each by its expert, and SwiGLU. `w`

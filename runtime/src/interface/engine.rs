@@ -39,6 +39,16 @@ pub trait Engine: Send + Sync {
         None
     }
 
+    /// Gives room on the device to the experts that texts chose in earlier runs, as `keeper` says, and lets it keep what
+    /// they have chosen when the model is dropped. To be called before the first session; without effect unless there are
+    /// [`Engine::expert_choices`].
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn keep_heat(&self, _keeper: Box<dyn HeatKeeper>) -> Result<()> {
+        Ok(())
+    }
+
     /// Most sequences whose next tokens one step of a [`Batch`](crate::batch::Batch) can draw without
     /// copying logits to the host; `None` if logits are always copied.
     fn sampled_together(&self) -> Option<usize> {
@@ -143,6 +153,15 @@ pub struct ExpertChoices {
     pub all: u64,
 }
 
+/// Keeps between runs how often texts chose each expert of a model, lately more than long ago.
+pub trait HeatKeeper: Send + Sync {
+    /// What was kept of so many experts in all, each finite and not negative; `None` if there is nothing.
+    fn kept(&self, experts: usize) -> Option<Vec<f32>>;
+
+    /// Keeps this. Whoever cannot says so.
+    fn keep(&self, heat: &[f32]);
+}
+
 /// Where a model's weights will be on GPUs of which so much is free.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
@@ -154,9 +173,10 @@ pub struct Placed {
     pub rooms: Option<usize>,
     /// Bytes of experts in the computer's memory.
     pub host_bytes: usize,
-    /// Bytes of weights on GPUs that one token reads.
+    /// Bytes of weights that one token reads on GPUs.
     pub read: usize,
-    /// Bytes of weights on the CPU that one token reads.
+    /// Bytes of weights that one token reads on the CPU; with rooms, of all experts that a router chooses for it, some of
+    /// which a GPU finds in rooms.
     pub host_read: usize,
 }
 

@@ -37,10 +37,10 @@ impl Overlay for AlikeTokens {
         Ok(Weight::Dense(Tensor::from_f32(shape, values)?))
     }
 
-    fn scheme(&self, name: &str) -> Option<Scheme> {
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
         match name {
             EMBEDDING => None,
-            _ => self.store.scheme(name),
+            _ => self.store.scheme_in_levels(name),
         }
     }
 }

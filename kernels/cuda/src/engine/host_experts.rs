@@ -60,10 +60,13 @@ impl HostExperts {
     }
 
     /// Refuses `bytes` of experts that the computer's memory has no room for.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
     pub(super) fn check_memory(bytes: usize) -> Result<()> {
         match available_memory() {
             Some(available) if bytes as u64 > available => Err(Error::Memory {
-                what: "experts on the CPU",
+                what: "experts in the computer's memory",
                 needed: bytes as u64,
                 available,
             }),

@@ -29,7 +29,7 @@ use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
     ActivationChoice, AppliedAdapter, DeviceMemory, Engine, EngineDescription, ExpertChoices,
-    LoadOptions, Session, SessionSpec,
+    HeatKeeper, LoadOptions, Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
 use nq_runtime::{Error, Result};
@@ -184,6 +184,13 @@ impl Engine for CudaEngine {
         let bank = self.model.layers.bank.as_ref()?;
         let (in_room, all) = bank.hits();
         Some(ExpertChoices { in_room, all })
+    }
+
+    fn keep_heat(&self, keeper: Box<dyn HeatKeeper>) -> Result<()> {
+        match &self.model.layers.bank {
+            Some(bank) => bank.keep_heat(keeper),
+            None => Ok(()),
+        }
     }
 
     fn sampled_together(&self) -> Option<usize> {

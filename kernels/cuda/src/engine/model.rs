@@ -232,10 +232,8 @@ impl CudaModel {
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
-        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks. They are new, and so
-        // whoever wants them gives a limit of memory.
-        let banks = part.is_none() && tells_all && options.gpu_memory.is_some();
-        let stage = match banks {
+        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks.
+        let stage = match part.is_none() && tells_all {
             true => stage_sizes(config, &kinds)?,
             false => None,
         };
@@ -321,15 +319,21 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         if let Some(bank) = &bank {
-            progress.note(&bank.to_string());
+            progress.note(&bank.told(&gpu)?);
         }
         layers.bank = bank;
         done.end();
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
         if on_host > 0 {
+            let why = match (cpu_experts, tells_all) {
+                (None, false) => {
+                    ": single experts have places only where a file says how each weight is quantized"
+                }
+                _ => "",
+            };
             progress.note(&format!(
-                "the experts of {on_host} of {} layers ({}) are in the computer's memory and run on the CPU",
+                "the experts of {on_host} of {} layers ({}) are in the computer's memory and run on the CPU{why}",
                 config.num_hidden_layers,
                 human_bytes(layers.host.bytes() as u64)
             ));

@@ -9,6 +9,7 @@ mod products;
 
 use super::adapters::Adapted;
 use super::layer::{CudaLayer, CudaLayers};
+use super::residency::Coming;
 use super::session::buffers::{ExpertRows, RecurrentRows};
 use super::session::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_parts, reduce_written,
@@ -169,6 +170,8 @@ pub(super) struct PassState {
     pending: bool,
     /// True between a mixture's experts and its shared one, which adds to the same share of a rank.
     sharing: bool,
+    /// Experts in a bank that a later layer will need.
+    coming: Option<Coming>,
 }
 
 /// The rates of a model with recurrences.

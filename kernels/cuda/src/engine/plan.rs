@@ -3,12 +3,14 @@
 
 use super::division::shards;
 use super::experts_at::ExpertsAt;
+use super::layer::largest_mixture;
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use super::weights::{self, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
+use super::weights::{self, WeightBytes, is_quantized, layer_bytes, stage_sizes, weight_bytes};
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
+use crate::experts::chosen;
 use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank, stacked};
 use nq_formats::human_bytes;
 use nq_kernels::pages::KvType;
@@ -63,9 +65,9 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
     request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
 }
 
-/// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as few
-/// experts on the CPU as its `free` bytes require, or, with `banks`, all in the computer's memory and some on the GPU;
-/// on several with some of the layers each.
+/// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
+/// many experts there as its `free` bytes require: if it is quantized, with all of them in the computer's memory, else
+/// with those of some layers on the CPU; on several with some of the layers each.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
@@ -75,7 +77,6 @@ pub fn placed(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
     free: &[usize],
-    banks: bool,
 ) -> Result<Placed> {
     let whole = &served(c).config(c)?;
     let all = weight_bytes(whole, kinds, None, ExpertsAt::Gpu, None)?;
@@ -90,7 +91,7 @@ pub fn placed(
         for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
             moved.push(moved[layer] + experts(layer)?);
         }
-        let bank = match banks {
+        let bank = match is_quantized(whole, kinds) {
             true => stage_sizes(whole, kinds)?,
             false => None,
         };
@@ -111,9 +112,9 @@ pub fn placed(
                 ExpertsAt::Bank { rooms } => Some(rooms),
                 ExpertsAt::Gpu | ExpertsAt::Cpu(_) => None,
             };
-            let host_bytes = match rooms {
-                Some(_) => moved[c.num_hidden_layers],
-                None => all.held - split.weights,
+            let (host_bytes, host_read) = match rooms {
+                Some(_) => (moved[c.num_hidden_layers], chosen_bytes(whole, kinds, all)?),
+                None => (all.held - split.weights, all.read - here.read),
             };
             Ok(Placed {
                 memory: DeviceMemory {
@@ -123,8 +124,8 @@ pub fn placed(
                 on_host: split.at.cpu_layers(),
                 rooms,
                 host_bytes,
-                read: here.read,
-                host_read: all.read - here.read,
+                read: all.read - host_read,
+                host_read,
             })
         });
     }
@@ -164,6 +165,15 @@ pub fn placed(
         read: all.read,
         host_read: 0,
     })
+}
+
+/// Bytes of the experts that a router chooses for a token, of a model of which a token reads `all`.
+fn chosen_bytes(c: &ModelConfig, kinds: Kinds<'_>, all: WeightBytes) -> Result<usize> {
+    let without = ExpertsAt::Cpu(c.num_hidden_layers);
+    let experts = all.read - weight_bytes(c, kinds, None, without, None)?.read;
+    // A shared expert is one more, and keeps its room.
+    let each = c.experts.map_or(1, |e| chosen(&largest_mixture(&e)));
+    Ok(experts / each * c.experts.map_or(0, |e| e.per_token))
 }
 
 /// Where [`Request::split`] leaves experts.

@@ -7,20 +7,25 @@
 
 mod policy;
 
+use super::host_experts::HostExperts;
 use super::layer::HeldLayer;
 use super::model::stack;
 use super::weights::{BankShape, expert_table};
 use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter};
-use crate::{DeviceLinear, Gpu, Mark, Stream, StreamOptions, Uploader};
+use crate::{DeviceLinear, Gpu, GroupedRows, Mark, Stream, StreamOptions, Uploader};
 use nq_formats::{Weight, human_bytes};
 use nq_model::ModelConfig;
+use nq_runtime::interface::HeatKeeper;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 use policy::Heat;
 use std::borrow::Cow;
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Routes of rows for each expert of a layer from which on all experts of the next one are brought to prompts before it
+/// is known which ones it needs: in texts, fewer rows leave a part of them out.
+const ROUTES_OF_ALL: usize = 64;
 
 /// Most experts of a layer that move at once, and of all layers: what they take of the bus, steps lack.
 const MOST_OF_LAYER: usize = 2;
@@ -34,7 +39,15 @@ pub(super) struct ModelBank {
     empty: Vec<Option<(BankShape, LayerBank)>>,
     stage: StageSizes,
     rooms: usize,
+    /// Experts of a layer that routers choose for a token.
+    per_token: usize,
+    /// Experts of a layer that routers choose among.
+    routed: usize,
+    /// Keeps the heat of experts for the next run.
+    keeper: OnceLock<Box<dyn HeatKeeper>>,
     residency: Mutex<Residency>,
+    /// Copies of experts for layers that prompts come to next.
+    ahead: Stream,
     /// A share for each session.
     sessions: Arc<()>,
 }
@@ -56,6 +69,12 @@ struct Residency {
     moved: Option<Mark>,
 }
 
+/// Experts of a layer on their way to the stage of a session.
+pub(super) struct Coming {
+    layer: usize,
+    end: Mark,
+}
+
 #[derive(Clone, Copy)]
 struct Move {
     layer: usize,
@@ -67,7 +86,8 @@ impl ModelBank {
     /// Locks the memory of all banks, and allocates rooms and table, before anything is packed.
     ///
     /// # Errors
-    /// [`nq_kernels::Error::DeviceMemory`], also if the system does not lock so much; a weight that no kernel serves.
+    /// [`Error::Memory`] if the computer has too little; [`nq_kernels::Error::DeviceMemory`], also if the system does not
+    /// lock so much; a weight that no kernel serves.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
@@ -75,12 +95,17 @@ impl ModelBank {
         rooms: usize,
         stage: StageSizes,
     ) -> Result<Self> {
-        let table = expert_table(gpu, c)?;
-        let mut empty = Vec::with_capacity(c.num_hidden_layers);
-        for index in 0..c.num_hidden_layers {
+        let shapes = (0..c.num_hidden_layers).map(|index| {
             let spec = c.layer(index);
             let held = HeldLayer::new(c, spec, false, |kind| kinds(&spec.linear(kind).name(index)));
-            let shape = BankShape::of(c, kinds, index, &held)?;
+            BankShape::of(c, kinds, index, &held)
+        });
+        let shapes = shapes.collect::<Result<Vec<_>>>()?;
+        // The system would end the process that locks more than there is.
+        HostExperts::check_memory(shapes.iter().flatten().map(BankShape::bytes).sum())?;
+        let table = expert_table(gpu, c)?;
+        let mut empty = Vec::with_capacity(shapes.len());
+        for (index, shape) in shapes.into_iter().enumerate() {
             let bank = shape.map(|shape| {
                 let (experts, shapes) = (shape.experts, shape.shapes);
                 let bank = LayerBank::new(gpu, &table, index, experts, shapes, rooms)?;
@@ -105,7 +130,14 @@ impl ModelBank {
             empty,
             stage,
             rooms,
+            per_token: c.experts.map_or(0, |e| e.per_token),
+            routed: c.experts.map_or(0, |e| e.count),
+            keeper: OnceLock::new(),
             residency: Mutex::new(residency),
+            ahead: gpu.stream_with(StreamOptions {
+                last: true,
+                ..StreamOptions::default()
+            })?,
             sessions: Arc::new(()),
             table,
         })
@@ -161,9 +193,84 @@ impl ModelBank {
         Ok(Some(shape.halves(&bank, scales)))
     }
 
+    /// Gives the rooms to the experts that `keeper` says texts chose in earlier runs, before there is a session, and lets
+    /// it keep their heat in the end.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(super) fn keep_heat(&self, keeper: Box<dyn HeatKeeper>) -> Result<()> {
+        let kept = keeper.kept(self.layers.len() * self.routed);
+        let keeper = self.keeper.set(keeper);
+        let (Some(kept), Ok(()), 1) = (kept, keeper, Arc::strong_count(&self.sessions)) else {
+            return Ok(());
+        };
+        let residency = &mut *lock(&self.residency);
+        residency.heat.restore(&kept, self.routed);
+        let each = residency.places.len() / residency.rooms.len();
+        for (layer, bank) in self.layers.iter().enumerate() {
+            let Some(bank) = bank else { continue };
+            let (rooms, experts) = (&mut residency.rooms[layer], bank.experts());
+            let wanted = residency.heat.hottest(layer, experts, rooms.len());
+            let places = &mut residency.places[layer * each..][..experts];
+            let absent = |&e: &usize| places[e] == ExpertPlace::Bank;
+            let coming: Vec<usize> = wanted.iter().copied().filter(absent).collect();
+            let leaves = |&room: &usize| !wanted.contains(&rooms[room]);
+            let leaving: Vec<usize> = (0..rooms.len()).filter(leaves).collect();
+            for (room, expert) in leaving.into_iter().zip(coming) {
+                bank.move_in(&residency.copies, expert, room)?;
+                places[std::mem::replace(&mut rooms[room], expert)] = ExpertPlace::Bank;
+                places[expert] = ExpertPlace::Room(room);
+            }
+        }
+        let (writer, copies) = (&mut residency.writer, &residency.copies);
+        writer.write(copies, &self.table, &self.layers, &residency.places)?;
+        Ok(copies.synchronize()?)
+    }
+
     /// The stacks that sessions make of experts.
     pub(super) fn stage(&self) -> StageSizes {
         self.stage
+    }
+
+    /// Brings the experts of layer `index` to where products of the `rows` of a prompt read them, unless `coming` says
+    /// that they are on their way there; beside the products of many rows, those of the next layer, too. Returns what is
+    /// on its way then.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(super) fn bring(
+        &self,
+        stream: &Stream,
+        index: usize,
+        rows: &mut GroupedRows,
+        coming: Option<Coming>,
+    ) -> nq_kernels::Result<Option<Coming>> {
+        let Some(bank) = self.layers.get(index).and_then(Option::as_deref) else {
+            return Ok(None);
+        };
+        match coming {
+            Some(coming) if coming.layer == index => {
+                stream.wait_for(&coming.end)?;
+                rows.turn();
+            }
+            _ => stream.stage_experts(bank, rows)?,
+        }
+        let mut later = self.layers.iter().enumerate().skip(index + 1);
+        let next = later.find_map(|(layer, bank)| Some((layer, bank.as_deref()?)));
+        let wanted = |next: &LayerBank| rows.routes() >= ROUTES_OF_ALL * next.experts();
+        let Some((layer, next)) = next.filter(|(_, next)| wanted(next)) else {
+            return Ok(None);
+        };
+        // The products that read the other stacks are before this in the stream.
+        self.ahead.wait_for(&stream.mark()?)?;
+        self.ahead.stage_next(next, rows)?;
+        let end = self.ahead.mark()?;
+        Ok(Some(Coming { layer, end }))
+    }
+
+    /// Waits for experts that were on their way for a pass that failed. If the driver fails, later work does, too.
+    pub(super) fn settle(&self) {
+        let _ = self.ahead.synchronize();
     }
 
     /// A new session's share. Experts move only while there is a single session, whose stream orders what reads them.
@@ -213,6 +320,15 @@ impl ModelBank {
     /// How many choices of experts found them in rooms so far, and how many there were.
     pub(super) fn hits(&self) -> (u64, u64) {
         lock(&self.residency).heat.hits()
+    }
+}
+
+impl Drop for ModelBank {
+    fn drop(&mut self) {
+        let residency = lock(&self.residency);
+        if let (Some(keeper), (_, 1..)) = (self.keeper.get(), residency.heat.hits()) {
+            keeper.keep(&residency.heat.values(self.routed));
+        }
     }
 }
 
@@ -269,19 +385,31 @@ fn lock(residency: &Mutex<Residency>) -> MutexGuard<'_, Residency> {
     residency.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl fmt::Display for ModelBank {
-    /// Where experts are, for the user.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl ModelBank {
+    /// Where experts are, and what that allows, for the user.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(super) fn told(&self, gpu: &Gpu) -> Result<String> {
         let banks = || self.layers.iter().flatten();
-        let all: usize = banks().map(|b| b.expert_bytes() * b.experts()).sum();
-        let here: usize = banks().map(|b| b.expert_bytes() * b.rooms()).sum();
-        write!(
-            f,
+        let bytes = |count: &dyn Fn(&LayerBank) -> usize| -> usize {
+            banks().map(|b| b.expert_bytes() * count(b)).sum()
+        };
+        let mut told = format!(
             "{} of {} experts of each layer ({}) are on the GPU; all ({}) are in page-locked memory, where it reads the others",
             self.rooms,
             banks().map(|b| b.experts()).max().unwrap_or(0),
-            human_bytes(here as u64),
-            human_bytes(all as u64),
-        )
+            human_bytes(bytes(&|b| b.rooms()) as u64),
+            human_bytes(bytes(&|b| b.experts()) as u64),
+        );
+        let (rate, token) = (gpu.copy_bandwidth()?, bytes(&|_| self.per_token) as f64);
+        told += &format!(
+            " at {:.0} GB/s: at most {:.0} tokens a second where a text finds none of its experts on the GPU, {:.0} where it \
+             finds 9 of 10",
+            rate / 1e9,
+            rate / token,
+            10.0 * rate / token
+        );
+        Ok(told)
     }
 }

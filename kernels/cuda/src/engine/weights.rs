@@ -4,7 +4,7 @@
 use super::experts_at::ExpertsAt;
 use super::layer::{CudaLayer, HeldLayer, largest_mixture};
 use super::part::GpuPart;
-use crate::bank::{BankHalf, ExpertTable, Half, LayerBank, StageSizes};
+use crate::bank::{BankHalf, ExpertTable, Half, LayerBank, StageSizes, bank_bytes};
 use crate::linear::PackedShape;
 use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, stacked};
 use nq_formats::{TensorEntry, WeightStore};
@@ -39,6 +39,16 @@ pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
         linears.iter().any(|l| coded(&l.name(i)))
     };
     coded(names::head(c)) || coded(EMBEDDING) || (0..c.num_hidden_layers).any(layer)
+}
+
+/// True if all matrices of the layers that nq quantizes are quantized, so that a file tells each one's scheme.
+pub(super) fn is_quantized(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
+    let quantized = |name: &str| !matches!(kinds(name), WeightKind::Dense(_));
+    let layer = |i: usize| {
+        let linears = c.layer(i).linears();
+        linears.iter().all(|l| quantized(&l.name(i)))
+    };
+    (0..c.num_hidden_layers).all(layer)
 }
 
 /// Reserves the head, or what a GPU of several has of it.
@@ -132,6 +142,11 @@ impl BankShape {
             inputs: [up.inputs, down.inputs],
             experts,
         }))
+    }
+
+    /// Bytes of all experts.
+    pub(super) fn bytes(&self) -> usize {
+        bank_bytes(self.shapes, self.experts)
     }
 
     /// The halves of a bank of this shape, whose weights have these scales.

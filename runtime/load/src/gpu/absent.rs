@@ -114,13 +114,7 @@ pub fn sizes() -> Result<GpuSizes> {
     absent(0)
 }
 
-pub fn place(
-    _: &ModelConfig,
-    _: Kinds<'_>,
-    _: &SessionSpec,
-    _: &[usize],
-    _: bool,
-) -> Result<Placed> {
+pub fn place(_: &ModelConfig, _: Kinds<'_>, _: &SessionSpec, _: &[usize]) -> Result<Placed> {
     absent(0)
 }
 

@@ -64,4 +64,6 @@ pub struct GpuFound {
     pub multi_process: bool,
     /// The rate at which its memory was read, in bytes per second; `None` if too little of it was free.
     pub bandwidth: Option<f64>,
+    /// The rate at which the computer's memory was copied to it, in bytes per second, likewise.
+    pub copied: Option<f64>,
 }

@@ -143,8 +143,8 @@ pub fn sizes() -> Result<GpuSizes> {
     })
 }
 
-/// Where a model whose matrices are of these kinds and a session of it would be on GPUs with so many bytes free, with
-/// `banks` as if a limit of memory had been given ([`LoadOptions::gpu_memory`]). Needs no GPU.
+/// Where a model whose matrices are of these kinds and a session of it would be on GPUs with so many bytes free. Needs no
+/// GPU.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`](nq_runtime::Error::DeviceMemory) if they do not fit; what no kernel serves.
@@ -153,9 +153,8 @@ pub fn place(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
     free: &[usize],
-    banks: bool,
 ) -> Result<Placed> {
-    placed(config, kinds, spec, free, banks)
+    placed(config, kinds, spec, free)
 }
 
 /// Runs `work` on GPU `ordinal`, whose f32 products round their operands to TF32.
@@ -171,7 +170,7 @@ pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Devic
     Ok(ops.moments(sums, n)?)
 }
 
-/// All GPUs of the machine. Each is opened, its kernels are loaded and its bandwidth is measured.
+/// All GPUs of the machine. Each is opened, its kernels are loaded and its bandwidths are measured.
 ///
 /// # Errors
 /// [`Error::Kernel`](nq_runtime::Error::Kernel) if there is no driver or no device, or for the first device that cannot be used.
@@ -188,6 +187,7 @@ pub fn found() -> Result<Vec<GpuFound>> {
             driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
             multi_process: info.multi_process,
             bandwidth: gpu.memory_bandwidth().ok(),
+            copied: gpu.copy_bandwidth().ok(),
         });
     }
     Ok(found)

@@ -32,15 +32,15 @@ fn rooms(notes: &Notes) -> Option<usize> {
     note.split(' ').next()?.parse().ok()
 }
 
-/// What a model computes: logits of prompts of many rows and of few, of steps of one row and of several, and tokens
-/// that steps ahead draw, so many that experts move meanwhile.
+/// What a model computes: logits of prompts of so many rows that experts come before they are chosen, of fewer and of
+/// few, of steps of one row and of several, and tokens that steps ahead draw, so many that experts move meanwhile.
 fn computed(engine: &dyn Engine, spec: SessionSpec) -> (Vec<f32>, Vec<u32>) {
     let mut session = engine.session(spec).expect("it fits");
     let s = &mut *session;
-    let text = tokens(160, 3);
+    let text = tokens(560, 3);
     let mut logits = Vec::new();
     let mut at = 0;
-    for rows in [70, 1, 9, 1, 1, 3, 50, 1] {
+    for rows in [400, 70, 1, 9, 1, 1, 3, 50, 1] {
         logits.extend(feed(s, 0, &text[at..at + rows]));
         at += rows;
     }
@@ -83,7 +83,7 @@ fn whatever_has_room_computes_the_same() {
         (with_shared, "a shared one"),
     ] {
         let store = Store::random(&config, 5).quantized(int4);
-        let spec = session_spec(2, 256, KvType::F16, 96);
+        let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |gpu_memory| {
             let options = LoadOptions {
                 device: DeviceChoice::Cuda(0),

@@ -1,6 +1,6 @@
 //! The experts of a pass's rows.
 
-use super::{Inputs, Pass, experts_of};
+use super::{Inputs, Pass, Sequences, experts_of};
 use crate::engine::layer::mixture;
 use crate::engine::session::buffers::{ExpertRows, GROUPED_ROWS};
 use crate::engine::session::rank_rows::added_to;
@@ -58,15 +58,21 @@ impl Pass<'_> {
             let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
             let routes = ("routes", "fused", Dims::new(all, each));
             stream.timed(routes, 0, || {
-                stream.group_rows(
-                    &halves.normed,
-                    scores,
-                    grouped,
-                    shape,
-                    m,
-                    up.linear.layer_bank(),
-                )
+                let bank = up.linear.layer_bank();
+                stream.group_rows(&halves.normed, scores, grouped, shape, m, bank)
             })?;
+            if let (Some(bank), Some(of_layer)) = (&on.layers.bank, up.linear.layer_bank()) {
+                let key = ("experts from the host", "fused", Dims::new(all, each));
+                stream.timed(key, 0, || match self.sequences {
+                    // A recorded step waits for no other stream.
+                    Sequences::Step { .. } => stream.stage_experts(of_layer, grouped),
+                    Sequences::Prompts { .. } => {
+                        let coming = self.state.coming.take();
+                        self.state.coming = bank.bring(stream, layer, grouped, coming)?;
+                        Ok(())
+                    }
+                })?;
+            }
             stream.timed(key(up), part(&up.linear), || {
                 stream.grouped_up(&up.linear, grouped)
             })?;

@@ -45,6 +45,31 @@ impl Heat {
         self.heat[layer * self.experts + expert] = f32::INFINITY;
     }
 
+    /// Heat of the first `experts` of each layer, as [`Heat::restore`] takes it.
+    pub(super) fn values(&self, experts: usize) -> Vec<f32> {
+        let layers = self.heat.chunks(self.experts.max(1));
+        let heat = layers.flat_map(|layer| &layer[..experts]);
+        heat.map(|heat| heat / self.unit).collect()
+    }
+
+    /// Begins with the heat of the first `experts` of each layer, `[layers, experts]`.
+    pub(super) fn restore(&mut self, values: &[f32], experts: usize) {
+        let layers = self.heat.chunks_mut(self.experts.max(1));
+        for (layer, values) in layers.zip(values.chunks(experts.max(1))) {
+            layer[..values.len()].copy_from_slice(values);
+        }
+        self.unit = 1.0;
+    }
+
+    /// The `most` hottest of a layer's `experts`, of equals the first.
+    pub(super) fn hottest(&self, layer: usize, experts: usize, most: usize) -> Vec<usize> {
+        let heat = &self.heat[layer * self.experts..][..experts];
+        let mut hottest: Vec<usize> = (0..experts).collect();
+        hottest.sort_by(|&a, &b| heat[b].total_cmp(&heat[a]));
+        hottest.truncate(most);
+        hottest
+    }
+
     /// Takes the number of choices of all experts so far, modulo 2^32; `before` are the last ones, and become these.
     /// `in_room` says which are in rooms, for [`Heat::hits`].
     pub(super) fn take(
@@ -115,6 +140,7 @@ impl Heat {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
     /// Experts that the tokens of a text choose, as published traces have them: about half of the choices repeat one
     /// of the token before, and more than four of five one of the last eight.
@@ -176,16 +202,32 @@ mod tests {
         (hits as f64 / choices as f64, f64::from(swapped) / tokens)
     }
 
+    /// From this record `nq fit` computes speeds.
     #[test]
     fn what_a_text_needs_gets_the_rooms() {
-        for seed in 1..4 {
-            let all = text(600, 128, 8, seed);
-            for (rooms, least) in [(32, 0.78), (64, 0.86)] {
-                let (hits, swaps) = replayed(&all, 128, rooms, 3);
-                // The first experts, for good, would be found as often as there are rooms.
-                assert!(hits > least, "{rooms} rooms: {hits}");
-                assert!(swaps < 0.8, "{rooms} rooms: {swaps} swaps a token");
-            }
+        let record = "../../benches/records/2026-11-30-expert-hits.csv";
+        let record = Path::new(env!("CARGO_MANIFEST_DIR")).join(record);
+        let record = std::fs::read_to_string(record).unwrap();
+        let rows = record.lines().filter(|line| !line.starts_with('#')).skip(1);
+        for row in rows {
+            let row: Vec<f64> = row.split(',').map(|cell| cell.parse().unwrap()).collect();
+            let [rooms, _, hits, swaps] = row[..] else {
+                panic!("{row:?}");
+            };
+            let found =
+                (1..4).map(|seed| replayed(&text(600, 128, 8, seed), 128, rooms as usize, 3));
+            let (all, moved) = found.fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+            let (found, moved) = (all / 3.0, moved / 3.0);
+            assert!(
+                (found - hits).abs() < 6e-4,
+                "{rooms} rooms: {found:.3} found"
+            );
+            assert!(
+                (moved - swaps).abs() < 6e-3,
+                "{rooms} rooms: {moved:.2} swaps"
+            );
+            // The first experts, for good, would be found as often as there are rooms.
+            assert!(found > rooms / 128.0 && moved < 0.8, "{rooms} rooms");
         }
     }
 
@@ -203,6 +245,36 @@ mod tests {
         assert_eq!(heat.swaps(1, 6, &[5, 1, 2], 1), swaps[..1]);
         // Of a layer with fewer experts, there are no others.
         assert!(heat.swaps(1, 3, &[0, 1], 6).is_empty());
+    }
+
+    #[test]
+    fn heat_goes_on_where_it_was() {
+        let mut heat = Heat::new(2, 4);
+        heat.keep(0, 3);
+        let mut before = [0; 8];
+        for chosen in [1, 2, 3] {
+            let counts = [0, 4 * chosen, chosen, 0, chosen, 0, 0, 0];
+            heat.take(&counts, &mut before, |_| true);
+        }
+        let values = heat.values(3);
+        assert_eq!(values.len(), 6);
+        let mut again = Heat::new(2, 4);
+        again.keep(0, 3);
+        again.restore(&values, 3);
+        assert_eq!(again.values(3), values);
+        assert_eq!(again.hottest(0, 4, 3), [3, 1, 2]);
+        assert_eq!(again.hottest(1, 3, 2), [0, 1]);
+        assert_eq!(again.swaps(0, 4, &[0, 3], 2), heat_per_unit(&heat));
+    }
+
+    /// The swaps of [`heat_goes_on_where_it_was`], whose heat counts from the latest reading on.
+    fn heat_per_unit(heat: &Heat) -> Vec<Swap> {
+        let swaps = heat.swaps(0, 4, &[0, 3], 2).into_iter();
+        let gain = |swap: Swap| Swap {
+            gain: swap.gain / heat.unit,
+            ..swap
+        };
+        swaps.map(gain).collect()
     }
 
     /// Counts start again at 0 after 2^32, and heat of long ago is forgotten.

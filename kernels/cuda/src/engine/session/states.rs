@@ -49,9 +49,12 @@ impl CudaSession {
         }
     }
 
-    /// Called when a forward over the chunks fails: what it did to states cannot be undone, so their sequences become
-    /// empty. Pages are reserved before anything is done.
+    /// Called when a forward over the chunks fails, for which experts may still be on their way: what it did to states
+    /// cannot be undone, so their sequences become empty. Pages are reserved before anything is done.
     pub(super) fn lose(&mut self, chunks: &[Chunk<'_>], error: &Error) {
+        if let Some(bank) = &self.model.layers.bank {
+            bank.settle();
+        }
         if self.states.is_some() && !matches!(error, Error::PagesFull { .. }) {
             for chunk in chunks {
                 self.tables.truncate(chunk.slot, 0);
