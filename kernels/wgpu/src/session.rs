@@ -1,9 +1,11 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
 use crate::engine::WgpuModel;
-use crate::linear::STEP_ROWS;
+use crate::gpu::Pass;
+use crate::product::STEP_ROWS;
 use crate::program::{Attended, Buffers, Program};
 use crate::sizes::{SPLITS, Sizes};
+use crate::timer::Timer;
 use nq_kernels::pages::PAGE;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks};
 use nq_runtime::interface::{Chunk, Logits, Observer, Pages, PlacedImage, Session, SessionSpec};
@@ -24,8 +26,10 @@ pub(crate) struct WgpuSession {
     logits: Vec<f32>, // [rows wanted, vocab], or [rows wanted, hidden]
 }
 
-/// Layers whose commands are submitted together: the device computes them while the host writes those of the next.
-const SUBMITTED: usize = 6;
+/// Layers whose commands are submitted first, and how many times more the next ones are: the device computes a layer in
+/// several times as long as the host takes to write its commands, and begins early.
+const SUBMITTED: usize = 2;
+const GROWTH: usize = 3;
 
 /// Consecutive rows of a chunk in a pass.
 struct Span {
@@ -40,7 +44,6 @@ struct Batch {
     words: Vec<u32>,
     stream: Vec<f32>,
     turns: Vec<(f32, f32)>,
-    turn_values: Vec<f32>,
 }
 
 /// What is made of the rows that want logits.
@@ -117,23 +120,28 @@ impl WgpuSession {
         let b = &self.buffers;
         gpu.write(&b.batch, 0, bytemuck::cast_slice(&self.batch.words));
         gpu.write(&b.stream, 0, bytemuck::cast_slice(&self.batch.stream));
-        gpu.write(&b.turns, 0, bytemuck::cast_slice(&self.batch.turn_values));
         gpu.write(&b.step, 0, bytemuck::cast_slice(&step));
         let width = match wanted {
             Wanted::Logits => c.vocab_size,
             Wanted::Hidden => c.hidden_size,
         };
+        let mut timer = match gpu.profile.is_on() {
+            true => Some(Timer::new(gpu)?),
+            false => None,
+        };
         let mut encoder = gpu.encoder();
         let count = model.layers.len();
-        for first in (0..count).step_by(SUBMITTED) {
-            let last = count.min(first + SUBMITTED);
+        let (mut first, mut together) = (0, SUBMITTED);
+        while first < count {
+            let layers = first..count.min(first + together);
+            (first, together) = (layers.end, together * GROWTH);
             {
-                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let mut pass = Pass::new(&mut encoder, timer.as_mut());
                 self.program
-                    .layers(gpu, &mut pass, first..last, layout.attended)?;
+                    .layers(gpu, &mut pass, layers, layout.attended)?;
             }
             // The first rows of the head are submitted with the last layers.
-            if last < count {
+            if first < count {
                 gpu.submit(std::mem::replace(&mut encoder, gpu.encoder()));
             }
         }
@@ -144,9 +152,13 @@ impl WgpuSession {
                 step[0] = together as u32;
                 step[5] = (layout.wanted_at + done) as u32;
                 gpu.write(&b.head_step, 0, bytemuck::cast_slice(&step));
-                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let mut pass = Pass::new(&mut encoder, timer.as_mut());
                 let logits = wanted == Wanted::Logits;
-                self.program.head(gpu, &mut pass, together, logits)?;
+                self.program
+                    .head(gpu, &mut pass, together, rows == 1, logits)?;
+            }
+            if let Some(timer) = &timer {
+                timer.resolve(&mut encoder);
             }
             let bytes = 4 * together * width;
             let from = match wanted {
@@ -160,6 +172,9 @@ impl WgpuSession {
             match bytes {
                 0 => gpu.finish()?,
                 _ => gpu.read(&b.results, bytes, &mut self.logits)?,
+            }
+            if let Some(timer) = timer.take() {
+                timer.count(gpu)?;
             }
             done += together;
             if done == layout.wanted {
@@ -223,11 +238,11 @@ impl Batch {
         let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
         self.words.clear();
-        self.turn_values.clear();
         self.stream.resize(rows * h, 0.0);
         self.turns.resize(half, (0.0, 0.0));
         let (mut tiles, mut wanted, mut pages) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut row, mut most_pages) = (0, 1);
+        let mut turns: Vec<u32> = Vec::with_capacity(2 * rows * half);
+        let (mut row, mut most_pages, mut seen) = (0, 1, 0);
         for span in spans {
             let chunk = &chunks[span.chunk];
             let table = pages.len();
@@ -235,6 +250,7 @@ impl Batch {
             let end = position + span.tokens.len();
             let used = end.div_ceil(PAGE);
             most_pages = most_pages.max(used);
+            seen += end;
             pages.extend_from_slice(&tables.all()[chunk.slot][..used]);
             for first in (0..span.tokens.len()).step_by(tile) {
                 let count = tile.min(span.tokens.len() - first);
@@ -246,8 +262,8 @@ impl Batch {
                 let position = tables.len(chunk.slot) + token;
                 self.words.extend([position as u32, table as u32]);
                 model.rotary.row(position, &mut self.turns);
-                self.turn_values
-                    .extend(self.turns.iter().flat_map(|&(cos, sin)| [cos, sin]));
+                let values = self.turns.iter().flat_map(|&(cos, sin)| [cos, sin]);
+                turns.extend(values.map(f32::to_bits));
                 let x = &mut self.stream[at * h..(at + 1) * h];
                 model
                     .embedding
@@ -268,6 +284,9 @@ impl Batch {
             tiles: tiles.len() / 4,
             // Fewer, if the pages of each are rounded up.
             splits: most_pages.div_ceil(split_pages),
+            alone: spans.iter().all(|s| s.tokens.len() == 1),
+            // Keys and values of two bytes.
+            bytes: 4 * seen * model.config.kv_dim(),
         };
         let tiles_at = self.words.len();
         self.words.extend(tiles);
@@ -275,6 +294,8 @@ impl Batch {
         self.words.extend(&wanted);
         let tables_at = self.words.len();
         self.words.extend(pages);
+        let turns_at = self.words.len();
+        self.words.extend(turns);
         let step = [
             rows,
             attended.tiles,
@@ -283,7 +304,7 @@ impl Batch {
             tiles_at,
             wanted_at,
             tables_at,
-            wanted.len(),
+            turns_at,
         ];
         Ok(RowsLayout {
             step: step.map(|n| n as u32),
