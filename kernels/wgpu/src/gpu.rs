@@ -9,8 +9,9 @@ use nq_runtime::{Error, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{
-    BindGroup, BindGroupLayout, Buffer, BufferUsages, CommandEncoder, ComputePass, ComputePipeline,
-    DeviceDescriptor, ErrorFilter, Features, Limits, MemoryHints, PollType, QuerySet,
+    BindGroup, BindGroupLayout, Buffer, BufferUsages, CommandBuffer, CommandEncoder, ComputePass,
+    ComputePipeline, DeviceDescriptor, ErrorFilter, Features, Limits, MemoryHints, PollType,
+    QuerySet,
 };
 
 /// What a kernel does with a buffer.
@@ -235,6 +236,15 @@ impl Gpu {
         self.allocate("results", bytes, usage)
     }
 
+    /// What times the operations of a pass, while they are profiled.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory is short.
+    pub(crate) fn timer(&self) -> Result<Option<Timer>> {
+        let on = self.profile.is_on();
+        on.then(|| Timer::new(self)).transpose()
+    }
+
     /// Places for `count` timestamps.
     pub(crate) fn timestamps(&self, count: u32) -> QuerySet {
         self.device.create_query_set(&wgpu::QuerySetDescriptor {
@@ -367,7 +377,12 @@ impl Gpu {
 
     /// Submits commands.
     pub(crate) fn submit(&self, encoder: CommandEncoder) {
-        self.queue.submit([encoder.finish()]);
+        self.submit_finished(encoder.finish());
+    }
+
+    /// Submits commands that no more are added to.
+    pub(crate) fn submit_finished(&self, commands: CommandBuffer) {
+        self.queue.submit([commands]);
     }
 
     /// Waits for what was submitted, and appends the first `bytes` bytes of `staging`, as f32, to `out`.
@@ -386,10 +401,13 @@ impl Gpu {
         mapped.map_err(|e| self.error(format!("reading results: {e}")))?;
         let view = slice.get_mapped_range();
         let view = view.map_err(|e| self.error(format!("reading results: {e}")))?;
-        out.extend(
-            view.chunks_exact(4)
-                .map(bytemuck::pod_read_unaligned::<f32>),
-        );
+        match bytemuck::try_cast_slice(&view) {
+            Ok(values) => out.extend_from_slice(values),
+            Err(_) => out.extend(
+                view.chunks_exact(4)
+                    .map(bytemuck::pod_read_unaligned::<f32>),
+            ),
+        }
         drop(view);
         staging.unmap();
         Ok(())

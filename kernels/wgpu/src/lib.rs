@@ -2,7 +2,7 @@
 //! when a model is loaded. `wgpu` finds the drivers when the program runs: a machine without one runs as before.
 //!
 //! `pack` says how weights lie in memory, `linear` of which buffers they are, `product` which kernel multiplies with
-//! them, `program` what a pass launches, `session` what it is fed. Keys and values are pairs of f16 in words of 32 bits, so that no adapter needs 16-bit
+//! them, `program` what a pass launches, `session` what it is fed, `ahead` how the device draws tokens. Keys and values are pairs of f16 in words of 32 bits, so that no adapter needs 16-bit
 //! types.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod adapter;
+mod ahead;
 mod engine;
 mod gpu;
 mod linear;

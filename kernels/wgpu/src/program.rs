@@ -9,7 +9,7 @@ use crate::pack::UNIT;
 use crate::product::{
     BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
 };
-use crate::sizes::{SPLITS, Sizes};
+use crate::sizes::{DRAW_PARTS, SPLITS, Sizes};
 use crate::source::KernelSource;
 use nq_kernels::pages::PAGE;
 use nq_model::forward::{
@@ -48,6 +48,10 @@ pub(crate) struct Buffers {
     pub(crate) page: Buffer,
     /// From which the host reads results.
     pub(crate) results: Buffer,
+    /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
+    pub(crate) best: Buffer,
+    /// From which the host reads them.
+    pub(crate) drawn: Buffer,
 }
 
 impl Buffers {
@@ -80,6 +84,8 @@ impl Buffers {
             values: layered("values", sizes.keys)?,
             page: make("a page", sizes.page)?,
             results: gpu.staging(sizes.logits.max(sizes.head_in))?,
+            best: make("drawn tokens", sizes.best)?,
+            drawn: gpu.staging(sizes.best)?,
         })
     }
 }
@@ -198,6 +204,8 @@ pub(crate) struct Program {
     /// The final norm of wanted rows.
     norm: RowsOp,
     head: ProductOp,
+    /// Finds the best token of each row in parts of the vocabulary.
+    draw: RowsOp,
     attention: AttentionKernels,
     pub(crate) heads: Heads,
     known: ProductKernels,
@@ -219,6 +227,7 @@ pub(crate) struct Attended {
 pub(crate) const ATTENTION: [Binding; 7] = [Uniform, Read, Write, Write, Read, Read, Read];
 pub(crate) const ATTENTION_ROW: [Binding; 8] =
     [Uniform, Read, Write, Write, Read, Read, Write, Write];
+pub(crate) const DRAW: [Binding; 2] = [Read, Write];
 pub(crate) const COMBINE: [Binding; 4] = [Uniform, Read, Write, Write];
 pub(crate) const HEADS: [Binding; 6] = [Uniform, Read, Read, Write, Write, Write];
 pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
@@ -283,6 +292,7 @@ impl Program {
             layers,
             norm,
             head,
+            draw: recorder.rows(draw(c.vocab_size), DRAW_PARTS, &DRAW, &[&b.logits, &b.best])?,
             attention,
             heads,
             known: ProductKernels::new(),
@@ -319,6 +329,12 @@ impl Program {
             }
         }
         Ok(())
+    }
+
+    /// Adds what finds the best tokens of `rows` rows of logits.
+    pub(crate) fn draw(&self, pass: &mut Pass<'_>, rows: usize) {
+        self.draw.launch(pass, rows);
+        pass.ends(("draw", "rows", Dims::new(1, self.head.shape.rows)), 0);
     }
 
     /// Adds the final norm of `rows` wanted rows, and the head if logits are asked for. `alone` is the one row of a
@@ -446,6 +462,15 @@ pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
         .with("TURNED", heads.turned)
         .with("PAGE", PAGE)
         .with_float("EPS", eps)
+}
+
+/// The kernel that finds the best of `vocab` logits in parts.
+pub(crate) fn draw(vocab: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/draw.wgsl")])
+        .with("VOCAB", vocab)
+        .with("PER_PART", vocab.div_ceil(DRAW_PARTS))
+        .with("DRAW_PARTS", DRAW_PARTS)
+        .with_float("LEAST", f32::MIN)
 }
 
 /// The kernel of RMSNorm over rows of `hidden` values.

@@ -15,6 +15,9 @@ const HEAD_ROWS: usize = 64;
 /// Most parts in which a row's keys are read.
 pub(crate) const SPLITS: usize = 32;
 
+/// Parts of the vocabulary in which the best token is looked for.
+pub(crate) const DRAW_PARTS: usize = 64;
+
 /// Sizes of a session's buffers, in bytes unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
@@ -34,6 +37,8 @@ pub(crate) struct Sizes {
     pub(crate) parts: usize,
     pub(crate) head_in: usize,
     pub(crate) logits: usize,
+    /// Best tokens of the rows of a step.
+    pub(crate) best: usize,
     /// Norms' gains, and vectors of heads.
     pub(crate) vectors: usize,
     /// Keys of a layer, and as much for its values.
@@ -75,6 +80,7 @@ impl Sizes {
             parts: 4 * parts * (c.head_dim + 2),
             head_in: 4 * head_rows * c.hidden_size,
             logits: 4 * head_rows * c.vocab_size,
+            best: 8 * step * DRAW_PARTS,
             vectors: 4 * model.vector_values(),
             keys: spec.page_count() * page,
             page,
@@ -100,6 +106,7 @@ impl Sizes {
         let head = [
             self.head_in,
             2 * self.logits.max(self.head_in),
+            2 * self.best,
             self.vectors,
         ];
         let all = rows.iter().chain(&mlp).chain(&attention).chain(&head);

@@ -6,9 +6,11 @@ use crate::gpu::{Binding, Gpu, Grid, Pass};
 use crate::linear::Linear;
 use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
 use crate::program::{
-    ATTENTION, ATTENTION_ROW, COMBINE, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU, attention,
-    attention_row, combine, norm, prepare_heads, round, silu,
+    ATTENTION, ATTENTION_ROW, COMBINE, DRAW, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU,
+    attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
 };
+use crate::session::best_token;
+use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
 use half::f16;
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
@@ -261,7 +263,7 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                     product.launch(&mut Pass::new(&mut encoder, None));
                     gpu.submit(encoder);
                     let found = read(&gpu, &y, rows);
-                    let mut x_normed = x.clone();
+                    let mut x_normed = x.to_vec();
                     if let Some(eps) = eps {
                         reference::rms_norm(&x, &gains, eps, &mut x_normed);
                     }
@@ -403,6 +405,31 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
     }
     reference::round_activations(&mut expected, hidden, Activations::Int8 { group: 32 });
     assert!(nmse(&found, &expected) < 1e-5);
+}
+
+#[test]
+fn the_first_of_the_best_tokens_is_drawn() {
+    let Some(gpu) = gpu() else { return };
+    let vocab = 5000;
+    let mut logits = normal(4 * vocab, 9);
+    logits[vocab - 1] = 9.0;
+    for equal in [4999, 78, 79, 2500] {
+        logits[vocab + equal] = 10.0;
+    }
+    logits[2 * vocab..3 * vocab].fill(-1e30);
+    logits[3 * vocab + 4000] = f32::NAN;
+    let (rows, best) = (
+        gpu.upload("logits", &logits).unwrap(),
+        gpu.buffer("best", 4 * 8 * DRAW_PARTS).unwrap(),
+    );
+    let grid = Grid::new(4, DRAW_PARTS);
+    run(&gpu, &draw(vocab), &DRAW, &[&rows, &best], grid);
+    let found = read(&gpu, &best, 4 * 2 * DRAW_PARTS);
+    let found: Vec<Option<u32>> = found
+        .chunks_exact(2 * DRAW_PARTS)
+        .map(|row| best_token(row).ok())
+        .collect();
+    assert_eq!(found, [Some(4999), Some(78), Some(0), None]);
 }
 
 /// A sequence whose pages lie in another order, the last `rows` of whose `len` positions are computed.
