@@ -590,7 +590,7 @@ pub fn breakdown(
     let tokens = (n * spec.batch) as f64;
     let counted: f64 = ops.iter().map(|o| o.2).sum();
     // On a GPU, events time the kernels; setting them up would dominate the wall time.
-    let on_gpu = engine.description().device.starts_with("cuda");
+    let on_gpu = engine.description().threads == 0;
     let seconds = if on_gpu { counted } else { seconds };
     Ok(Some(Breakdown {
         calls_per_token: ops.iter().map(|o| o.1).sum::<f64>() / tokens,

@@ -35,15 +35,13 @@ pub fn adapters() -> Vec<FoundAdapter> {
     all().iter().map(describe).collect()
 }
 
-/// Lanes of a subgroup with which sums go through registers.
-pub(crate) const LANES: u32 = 32;
-
-/// True if subgroups of the adapter always have [`LANES`] lanes.
-pub(crate) fn has_subgroups(adapter: &wgpu::Adapter) -> bool {
+/// Lanes of the adapter's subgroups, through whose registers sums go; `None` without subgroups, and where a kernel
+/// cannot know how many lanes they have.
+pub(crate) fn subgroup_lanes(adapter: &wgpu::Adapter) -> Option<usize> {
     let info = adapter.get_info();
-    adapter.features().contains(Features::SUBGROUP)
-        && info.subgroup_min_size == LANES
-        && info.subgroup_max_size == LANES
+    let (lanes, most) = (info.subgroup_min_size, info.subgroup_max_size);
+    let known = adapter.features().contains(Features::SUBGROUP) && lanes == most;
+    (known && matches!(lanes, 8 | 16 | 32 | 64)).then_some(lanes as usize)
 }
 
 /// The adapter of number `ordinal`.
@@ -89,9 +87,9 @@ fn rank(kind: DeviceType) -> usize {
 fn describe(adapter: &wgpu::Adapter) -> FoundAdapter {
     let (info, limits) = (adapter.get_info(), adapter.limits());
     let mut lacks = Vec::new();
-    if !has_subgroups(adapter) {
+    if subgroup_lanes(adapter).is_none() {
         let why =
-            "subgroups of 32 lanes alone: sums of steps' products go through workgroup memory";
+            "subgroups of one known size: sums of steps' products go through workgroup memory";
         lacks.push(why.into());
     }
     let binding = limits.max_storage_buffer_binding_size;

@@ -3,11 +3,14 @@
 use crate::gpu::Gpu;
 use crate::linear::Linear;
 use crate::pack::held_size;
+use crate::program::Program;
 use crate::session::WgpuSession;
 use crate::sizes::Sizes;
+use crate::timer::MOST_TIMED;
 use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
+use nq_kernels::profile::OpTiming;
 use nq_model::forward::{Layer, Mix};
 use nq_model::{LinearKind, Mixer, ModelConfig, Product};
 use nq_runtime::host::available_memory;
@@ -245,6 +248,19 @@ impl Engine for WgpuEngine {
             free,
             on_host: model.gpu.on_host,
         })
+    }
+
+    fn start_profile(&self) -> bool {
+        let gpu = &self.model.gpu;
+        let times = gpu.times && Program::most_ops(&self.model) <= MOST_TIMED;
+        if times {
+            gpu.profile.start();
+        }
+        times
+    }
+
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        self.model.gpu.profile.stop()
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

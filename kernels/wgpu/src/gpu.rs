@@ -2,13 +2,16 @@
 
 use crate::adapter::{self, ready};
 use crate::source::KernelSource;
+use crate::timer::Timer;
 use nq_formats::human_bytes;
+use nq_kernels::profile::{Key, Profile};
 use nq_runtime::{Error, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{
-    BindGroup, BindGroupLayout, Buffer, BufferUsages, CommandEncoder, ComputePass, ComputePipeline,
-    DeviceDescriptor, ErrorFilter, Features, Limits, MemoryHints, PollType,
+    BindGroup, BindGroupLayout, Buffer, BufferUsages, CommandBuffer, CommandEncoder, ComputePass,
+    ComputePipeline, DeviceDescriptor, ErrorFilter, Features, Limits, MemoryHints, PollType,
+    QuerySet,
 };
 
 /// What a kernel does with a buffer.
@@ -50,7 +53,11 @@ pub(crate) struct Gpu {
     /// `wgpu:0`
     name: String,
     pub(crate) description: String,
-    pub(crate) subgroups: bool,
+    /// Lanes of a subgroup, if kernels sum over them.
+    pub(crate) lanes: Option<usize>,
+    /// True if operations can be timed.
+    pub(crate) times: bool,
+    pub(crate) profile: Profile,
     /// True if its memory is the computer's.
     pub(crate) on_host: bool,
     /// The first error that no scope has caught, or why the device is lost.
@@ -70,14 +77,16 @@ impl Gpu {
     pub(crate) fn open(ordinal: usize) -> Result<Self> {
         let adapter = adapter::adapter(ordinal)?;
         let name = format!("wgpu:{ordinal}");
-        let subgroups = adapter::has_subgroups(&adapter);
+        let lanes = adapter::subgroup_lanes(&adapter);
         let limits = adapter.limits();
+        let timestamps = Features::TIMESTAMP_QUERY | Features::TIMESTAMP_QUERY_INSIDE_PASSES;
+        let times = adapter.features().contains(timestamps);
+        let mut features = Features::empty();
+        features.set(Features::SUBGROUP, lanes.is_some());
+        features.set(timestamps, times);
         let descriptor = DeviceDescriptor {
             label: Some("nq"),
-            required_features: match subgroups {
-                true => Features::SUBGROUP,
-                false => Features::empty(),
-            },
+            required_features: features,
             required_limits: limits.clone(),
             memory_hints: MemoryHints::MemoryUsage,
             ..DeviceDescriptor::default()
@@ -106,7 +115,9 @@ impl Gpu {
             queue,
             limits,
             name,
-            subgroups,
+            lanes,
+            times,
+            profile: Profile::default(),
             failed,
             kernels: Mutex::default(),
             layouts: Mutex::default(),
@@ -225,6 +236,38 @@ impl Gpu {
         self.allocate("results", bytes, usage)
     }
 
+    /// What times the operations of a pass, while they are profiled.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory is short.
+    pub(crate) fn timer(&self) -> Result<Option<Timer>> {
+        let on = self.profile.is_on();
+        on.then(|| Timer::new(self)).transpose()
+    }
+
+    /// Places for `count` timestamps.
+    pub(crate) fn timestamps(&self, count: u32) -> QuerySet {
+        self.device.create_query_set(&wgpu::QuerySetDescriptor {
+            label: None,
+            ty: wgpu::QueryType::Timestamp,
+            count,
+        })
+    }
+
+    /// A buffer for `bytes` bytes of timestamps.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory is short.
+    pub(crate) fn resolved(&self, bytes: usize) -> Result<Buffer> {
+        let usage = BufferUsages::QUERY_RESOLVE | BufferUsages::COPY_SRC;
+        self.allocate("timestamps", bytes, usage)
+    }
+
+    /// Nanoseconds of a timestamp's unit.
+    pub(crate) fn timestamp_period(&self) -> f32 {
+        self.queue.get_timestamp_period()
+    }
+
     /// Writes `bytes` from byte `at` of a buffer on, before whatever is submitted next.
     pub(crate) fn write(&self, buffer: &Buffer, at: usize, bytes: &[u8]) {
         self.queue.write_buffer(buffer, at as u64, bytes);
@@ -334,7 +377,12 @@ impl Gpu {
 
     /// Submits commands.
     pub(crate) fn submit(&self, encoder: CommandEncoder) {
-        self.queue.submit([encoder.finish()]);
+        self.submit_finished(encoder.finish());
+    }
+
+    /// Submits commands that no more are added to.
+    pub(crate) fn submit_finished(&self, commands: CommandBuffer) {
+        self.queue.submit([commands]);
     }
 
     /// Waits for what was submitted, and appends the first `bytes` bytes of `staging`, as f32, to `out`.
@@ -353,21 +401,50 @@ impl Gpu {
         mapped.map_err(|e| self.error(format!("reading results: {e}")))?;
         let view = slice.get_mapped_range();
         let view = view.map_err(|e| self.error(format!("reading results: {e}")))?;
-        out.extend(
-            view.chunks_exact(4)
-                .map(bytemuck::pod_read_unaligned::<f32>),
-        );
+        match bytemuck::try_cast_slice(&view) {
+            Ok(values) => out.extend_from_slice(values),
+            Err(_) => out.extend(
+                view.chunks_exact(4)
+                    .map(bytemuck::pod_read_unaligned::<f32>),
+            ),
+        }
         drop(view);
         staging.unmap();
         Ok(())
     }
 }
 
-/// Adds a launch of `kernel` to `pass`.
-pub(crate) fn launch(pass: &mut ComputePass<'_>, kernel: &Kernel, bound: &BindGroup, grid: Grid) {
-    pass.set_pipeline(&kernel.0);
-    pass.set_bind_group(0, bound, &[]);
-    pass.dispatch_workgroups(grid.x as u32, grid.y as u32, grid.z as u32);
+/// Launches on their way into a list of commands.
+pub(crate) struct Pass<'a> {
+    pass: ComputePass<'a>,
+    /// Times operations, if somebody wants that.
+    timer: Option<&'a mut Timer>,
+}
+
+impl<'a> Pass<'a> {
+    /// An empty one at the end of `encoder`.
+    pub(crate) fn new(encoder: &'a mut CommandEncoder, mut timer: Option<&'a mut Timer>) -> Self {
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        if let Some(timer) = &mut timer {
+            timer.begin(&mut pass);
+        }
+        Pass { pass, timer }
+    }
+
+    /// Adds a launch of `kernel`.
+    pub(crate) fn launch(&mut self, kernel: &Kernel, bound: &BindGroup, grid: Grid) {
+        self.pass.set_pipeline(&kernel.0);
+        self.pass.set_bind_group(0, bound, &[]);
+        let Grid { x, y, z } = grid;
+        self.pass.dispatch_workgroups(x as u32, y as u32, z as u32);
+    }
+
+    /// Counts what was launched since the last call as an operation that reads `bytes` bytes.
+    pub(crate) fn ends(&mut self, op: Key, bytes: usize) {
+        if let Some(timer) = &mut self.timer {
+            timer.ends(&mut self.pass, op, bytes);
+        }
+    }
 }
 
 fn entry((binding, number): (&Binding, u32)) -> wgpu::BindGroupLayoutEntry {

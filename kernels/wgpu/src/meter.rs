@@ -1,6 +1,6 @@
 //! How fast an adapter's memory is read.
 
-use crate::gpu::{Binding, Gpu, Grid, Kernel, launch};
+use crate::gpu::{Binding, Gpu, Grid, Kernel, Pass};
 use crate::source::KernelSource;
 use nq_runtime::Result;
 use std::sync::Arc;
@@ -59,9 +59,9 @@ impl AdapterMeter {
         for _ in 0..5 {
             let mut encoder = self.gpu.encoder();
             {
-                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let mut pass = Pass::new(&mut encoder, None);
                 for _ in 0..READS {
-                    launch(&mut pass, &self.kernel, &self.bound, Grid::new(groups, 1));
+                    pass.launch(&self.kernel, &self.bound, Grid::new(groups, 1));
                 }
             }
             let start = Instant::now();

@@ -3,20 +3,23 @@
 
 use crate::engine::WgpuModel;
 use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{Gpu, Grid, Kernel, launch};
-use crate::linear::{BoundProduct, Linear, Operands, Outputs, ProductKernels, STEP_ROWS};
+use crate::gpu::{Gpu, Grid, Kernel, Pass};
+use crate::linear::Linear;
 use crate::pack::UNIT;
-use crate::sizes::Sizes;
+use crate::product::{
+    BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
+};
+use crate::sizes::{DRAW_PARTS, SPLITS, Sizes};
 use crate::source::KernelSource;
 use nq_kernels::pages::PAGE;
-use nq_model::ModelConfig;
 use nq_model::forward::{
     Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared, Verbs,
 };
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
-use wgpu::{BindGroup, Buffer, ComputePass};
+use wgpu::{BindGroup, Buffer};
 
 /// The buffers of a session.
 pub(crate) struct Buffers {
@@ -31,12 +34,9 @@ pub(crate) struct Buffers {
     gate_up: Buffer,
     rounded: Buffer,
     rounded_scales: Buffer,
-    /// `[rows, half of the values of a head that turn]`, cosines and sines.
-    pub(crate) turns: Buffer,
-    /// Positions and page tables, tiles of attention, and wanted rows.
+    /// Positions and page tables, tiles of attention, wanted rows, cosines and sines.
     pub(crate) batch: Buffer,
     parts: Buffer,
-    softmax: Buffer,
     /// `[head rows, hidden]`
     pub(crate) head_in: Buffer,
     /// `[head rows, vocab]`
@@ -48,6 +48,10 @@ pub(crate) struct Buffers {
     pub(crate) page: Buffer,
     /// From which the host reads results.
     pub(crate) results: Buffer,
+    /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
+    pub(crate) best: Buffer,
+    /// From which the host reads them.
+    pub(crate) drawn: Buffer,
 }
 
 impl Buffers {
@@ -72,37 +76,125 @@ impl Buffers {
             gate_up: make("gates", sizes.gate_up)?,
             rounded: make("rounded inputs", sizes.rounded)?,
             rounded_scales: make("scales of rounded inputs", sizes.rounded_scales)?,
-            turns: make("cosines and sines", sizes.turns)?,
             batch: make("page tables", sizes.batch)?,
             parts: make("parts of attention", sizes.parts)?,
-            softmax: make("sums of attention", sizes.softmax)?,
             head_in: make("inputs of the head", sizes.head_in)?,
             logits: make("logits", sizes.logits)?,
             keys: layered("keys", sizes.keys)?,
             values: layered("values", sizes.keys)?,
             page: make("a page", sizes.page)?,
             results: gpu.staging(sizes.logits.max(sizes.head_in))?,
+            best: make("drawn tokens", sizes.best)?,
+            drawn: gpu.staging(sizes.best)?,
         })
     }
 }
 
-/// A launch of a pass.
-enum Op {
-    /// A workgroup for each row, or as many as `heads` says.
-    Rows {
-        kernel: Arc<Kernel>,
-        bound: BindGroup,
-        heads: usize,
-    },
-    Product(BoundProduct),
-    Attention(BindGroup),
+/// A kernel over rows: a workgroup for each of them, or as many as `heads` says.
+struct RowsOp {
+    kernel: Arc<Kernel>,
+    bound: BindGroup,
+    heads: usize,
 }
 
-/// The kernels of attention.
+impl RowsOp {
+    fn launch(&self, pass: &mut Pass<'_>, rows: usize) {
+        pass.launch(&self.kernel, &self.bound, Grid::new(rows, self.heads));
+    }
+}
+
+/// A product, and what prepares its inputs.
+struct ProductOp {
+    name: &'static str,
+    shape: Dims,
+    /// Bytes of its weight.
+    bytes: usize,
+    inputs: Option<RowsOp>,
+    product: BoundProduct,
+    /// What serves passes of one row in place of both.
+    row: Option<RowProduct>,
+}
+
+impl ProductOp {
+    /// Adds the product of `rows` rows. `alone` is the one row of a pass.
+    fn launch(
+        &self,
+        gpu: &Gpu,
+        pass: &mut Pass<'_>,
+        rows: usize,
+        alone: bool,
+        known: &mut ProductKernels,
+    ) -> Result<()> {
+        let kernel = match &self.row {
+            Some(row) if alone => {
+                row.launch(pass);
+                "gemv_row"
+            }
+            _ => {
+                if let Some(inputs) = &self.inputs {
+                    inputs.launch(pass, rows);
+                    pass.ends(("inputs", "rows", Dims::new(1, self.shape.cols)), 0);
+                }
+                self.product.launch(gpu, pass, rows, known)?;
+                if rows <= STEP_ROWS { "gemv" } else { "gemm" }
+            }
+        };
+        pass.ends((self.name, kernel, self.shape), self.bytes);
+        Ok(())
+    }
+}
+
+/// Attention of a layer.
+struct AttentionOp {
+    /// Prepares heads, where sequences have several rows, for `tiles`.
+    heads: RowsOp,
+    tiles: BindGroup,
+    /// Serves steps in which every sequence has one row in place of both.
+    row: (Arc<Kernel>, BindGroup),
+}
+
+/// The kernels of attention, and what combines its parts.
 struct AttentionKernels {
     step: Arc<Kernel>,
-    combine: Arc<Kernel>,
     prompt: Arc<Kernel>,
+    combine: RowsOp,
+}
+
+impl AttentionKernels {
+    fn launch(&self, op: &AttentionOp, pass: &mut Pass<'_>, heads: Heads, attended: Attended) {
+        let shape = Dims::new(heads.count, heads.dim);
+        let mut grid = Grid {
+            x: attended.splits,
+            y: heads.kv,
+            z: attended.tiles,
+        };
+        let name = if attended.alone {
+            grid.y *= heads.shares();
+            pass.launch(&op.row.0, &op.row.1, grid);
+            "attention_row"
+        } else {
+            op.heads.launch(pass, attended.rows);
+            pass.ends(("heads", "heads", shape), 0);
+            let kernel = match attended.rows <= STEP_ROWS {
+                true => &self.step,
+                false => &self.prompt,
+            };
+            pass.launch(kernel, &op.tiles, grid);
+            "attention"
+        };
+        pass.ends(("attention", name, shape), attended.bytes);
+        if attended.splits > 1 {
+            self.combine.launch(pass, attended.rows);
+            pass.ends(("attention", "combine", shape), 0);
+        }
+    }
+}
+
+/// An operation of a layer.
+enum Op {
+    Rows(&'static str, RowsOp),
+    Product(ProductOp),
+    Attention(AttentionOp),
 }
 
 /// What the layers, and behind them the head, launch.
@@ -110,8 +202,10 @@ pub(crate) struct Program {
     /// By layer.
     layers: Vec<Vec<Op>>,
     /// The final norm of wanted rows.
-    norm: Vec<Op>,
-    head: Vec<Op>,
+    norm: RowsOp,
+    head: ProductOp,
+    /// Finds the best token of each row in parts of the vocabulary.
+    draw: RowsOp,
     attention: AttentionKernels,
     pub(crate) heads: Heads,
     known: ProductKernels,
@@ -123,11 +217,19 @@ pub(crate) struct Attended {
     pub(crate) rows: usize,
     pub(crate) tiles: usize,
     pub(crate) splits: usize,
+    /// True for a step in which every sequence has one row.
+    pub(crate) alone: bool,
+    /// Bytes of keys and values of a layer that it reads.
+    pub(crate) bytes: usize,
 }
 
 /// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Write, Read, Read, Read];
-pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Read, Write, Write, Write];
+pub(crate) const ATTENTION: [Binding; 7] = [Uniform, Read, Write, Write, Read, Read, Read];
+pub(crate) const ATTENTION_ROW: [Binding; 8] =
+    [Uniform, Read, Write, Write, Read, Read, Write, Write];
+pub(crate) const DRAW: [Binding; 2] = [Read, Write];
+pub(crate) const COMBINE: [Binding; 4] = [Uniform, Read, Write, Write];
+pub(crate) const HEADS: [Binding; 6] = [Uniform, Read, Read, Write, Write, Write];
 pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
 pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
 pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
@@ -142,13 +244,18 @@ impl Program {
     /// # Errors
     /// [`Error::Device`] if the driver refuses a kernel.
     pub(crate) fn new(model: &WgpuModel, buffers: &Buffers) -> Result<Self> {
-        let (gpu, c) = (&model.gpu, &model.config);
+        let (gpu, c, b) = (&model.gpu, &model.config, buffers);
         let heads = Heads::of(c);
-        let kernel = |rows, combines| gpu.kernel(&attention(heads, rows, combines), &ATTENTION);
+        let tiles = |rows| gpu.kernel(&attention(heads, rows), &ATTENTION);
+        let combined = [&b.step, &b.batch, &b.attended, &b.parts];
         let attention = AttentionKernels {
-            step: kernel(1, false)?,
-            combine: kernel(1, true)?,
-            prompt: kernel(heads.tile(), false)?,
+            step: tiles(1)?,
+            prompt: tiles(heads.tile())?,
+            combine: RowsOp {
+                kernel: gpu.kernel(&combine(heads), &COMBINE)?,
+                bound: gpu.bind(&COMBINE, &combined)?,
+                heads: heads.count,
+            },
         };
         let mut recorder = Recorder {
             gpu,
@@ -162,24 +269,41 @@ impl Program {
             layer.run(&mut recorder)?;
             layers.push(std::mem::take(&mut recorder.ops));
         }
-        recorder.final_norm(&model.norm)?;
-        let norm = std::mem::take(&mut recorder.ops);
-        let b = buffers;
-        recorder.product(
+        let gains = gpu.upload("gains of a norm", &model.norm)?;
+        let source = recorder.norm_source().flag("GATHER", true);
+        let gathered = [&b.head_step, &b.batch, &gains, &b.stream, &b.head_in];
+        let norm = recorder.rows(source, 1, &NORM, &gathered)?;
+        let mut head = recorder.product_op(
             &model.head,
             &b.head_step,
             &b.head_in,
             &b.logits,
             Outputs::Stored,
         )?;
+        // A pass of one row wants that one.
+        let operands = RowOperands {
+            step: &b.head_step,
+            x: &b.stream,
+            norm: Some((&gains, c.rms_norm_eps)),
+            y: &b.logits,
+        };
+        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored)?;
         Ok(Program {
             layers,
             norm,
-            head: recorder.ops,
+            head,
+            draw: recorder.rows(draw(c.vocab_size), DRAW_PARTS, &DRAW, &[&b.logits, &b.best])?,
             attention,
             heads,
             known: ProductKernels::new(),
         })
+    }
+
+    /// Operations of a pass of `model` at most: three of each product, and of attention.
+    pub(crate) fn most_ops(model: &WgpuModel) -> usize {
+        let layers = model.layers.iter();
+        let products: usize = layers.map(|layer| layer.linears().count() + 1).sum();
+        3 * (products + 1)
     }
 
     /// Adds the launches of these layers to `pass`.
@@ -189,75 +313,51 @@ impl Program {
     pub(crate) fn layers(
         &mut self,
         gpu: &Gpu,
-        pass: &mut ComputePass<'_>,
+        pass: &mut Pass<'_>,
         layers: Range<usize>,
         attended: Attended,
     ) -> Result<()> {
+        let rows = attended.rows;
         for op in self.layers[layers].iter().flatten() {
             match op {
-                Op::Attention(bound) => {
-                    let kernels = &self.attention;
-                    let grid = Grid {
-                        x: attended.splits,
-                        y: self.heads.kv,
-                        z: attended.tiles,
-                    };
-                    if attended.rows > STEP_ROWS {
-                        launch(pass, &kernels.prompt, bound, grid);
-                        continue;
-                    }
-                    launch(pass, &kernels.step, bound, grid);
-                    if attended.splits > 1 {
-                        let grid = Grid::new(attended.rows, self.heads.count);
-                        launch(pass, &kernels.combine, bound, grid);
-                    }
+                Op::Rows(name, op) => {
+                    op.launch(pass, rows);
+                    pass.ends((name, "rows", Dims::new(1, op.heads)), 0);
                 }
-                op => op.launch(gpu, pass, attended.rows, &mut self.known)?,
+                Op::Product(op) => op.launch(gpu, pass, rows, rows == 1, &mut self.known)?,
+                Op::Attention(op) => self.attention.launch(op, pass, self.heads, attended),
             }
         }
         Ok(())
     }
 
-    /// Adds the final norm of `rows` wanted rows, and the head if it is asked for.
+    /// Adds what finds the best tokens of `rows` rows of logits.
+    pub(crate) fn draw(&self, pass: &mut Pass<'_>, rows: usize) {
+        self.draw.launch(pass, rows);
+        pass.ends(("draw", "rows", Dims::new(1, self.head.shape.rows)), 0);
+    }
+
+    /// Adds the final norm of `rows` wanted rows, and the head if logits are asked for. `alone` is the one row of a
+    /// pass.
     ///
     /// # Errors
     /// As [`Program::layers`].
     pub(crate) fn head(
         &mut self,
         gpu: &Gpu,
-        pass: &mut ComputePass<'_>,
+        pass: &mut Pass<'_>,
         rows: usize,
+        alone: bool,
         logits: bool,
     ) -> Result<()> {
-        let head = self.head.iter().filter(|_| logits);
-        for op in self.norm.iter().chain(head) {
-            op.launch(gpu, pass, rows, &mut self.known)?;
+        if !(alone && logits && self.head.row.is_some()) {
+            self.norm.launch(pass, rows);
+            pass.ends(("norm", "rows", Dims::new(1, self.head.shape.cols)), 0);
         }
-        Ok(())
-    }
-}
-
-impl Op {
-    fn launch(
-        &self,
-        gpu: &Gpu,
-        pass: &mut ComputePass<'_>,
-        rows: usize,
-        known: &mut ProductKernels,
-    ) -> Result<()> {
-        match self {
-            Op::Rows {
-                kernel,
-                bound,
-                heads,
-            } => launch(pass, kernel, bound, Grid::new(rows, *heads)),
-            Op::Product(product) => {
-                let kernels = product.kernels(gpu, rows, known)?;
-                product.launch(pass, &kernels, rows);
-            }
-            Op::Attention(_) => unreachable!("layers launch it themselves"),
+        match logits {
+            true => self.head.launch(gpu, pass, rows, alone, &mut self.known),
+            false => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -286,14 +386,56 @@ impl Heads {
         self.count / self.kv
     }
 
+    /// Parts into which the heads of a group are divided in steps: a workgroup has up to four of them, or as many values
+    /// as four of 128.
+    pub(crate) fn shares(&self) -> usize {
+        self.group().div_ceil((512 / self.dim).clamp(1, 4))
+    }
+
     /// Rows of a sequence that attend together in prompts.
     pub(crate) fn tile(&self) -> usize {
         ((HELD_QUERIES / self.dim).min(16) / self.group()).max(1)
     }
 }
 
-/// The kernel of attention for tiles of `rows` rows, or the one that `combines` parts.
-pub(crate) fn attention(heads: Heads, rows: usize, combines: bool) -> KernelSource {
+/// The kernel that combines parts of attention.
+pub(crate) fn combine(heads: Heads) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
+        .with("HEADS", heads.count)
+        .with("DIM", heads.dim)
+        .with("SPLITS", SPLITS)
+        .with_float("NOTHING", NOTHING)
+        .flag("COMBINE", true)
+}
+
+/// The kernel of attention for steps in which every sequence has one row, without biases and norms.
+pub(crate) fn attention_row(heads: Heads, eps: f32) -> KernelSource {
+    let (queries, pairs) = (heads.group().div_ceil(heads.shares()), heads.dim / 2);
+    // Invocations for which there is a key to each; 64 keys are read together.
+    let value_shares = (256 / pairs).min(64);
+    KernelSource::new(&[include_str!("wgsl/attention_row.wgsl")])
+        .with("HEADS", heads.count)
+        .with("KV_HEADS", heads.kv)
+        .with("GROUP", heads.group())
+        .with("SHARES", heads.shares())
+        .with("DIM", heads.dim)
+        .with("TURNED", heads.turned)
+        .with("PAGE", PAGE)
+        .with("QUERIES", queries)
+        .with("PAIRS", pairs)
+        .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
+        .with("VALUE_SHARES", value_shares)
+        .with("PER_SHARE", 64usize.div_ceil(value_shares))
+        .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
+        .with_float("NOTHING", NOTHING)
+        .with_float("EPS", eps)
+}
+
+/// The score of what nobody sees.
+const NOTHING: f32 = -1e30;
+
+/// The kernel of attention for tiles of `rows` rows.
+pub(crate) fn attention(heads: Heads, rows: usize) -> KernelSource {
     let (queries, pairs) = (rows * heads.group(), heads.dim / 2);
     let value_parts = (128 / pairs).min(queries);
     KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
@@ -308,8 +450,7 @@ pub(crate) fn attention(heads: Heads, rows: usize, combines: bool) -> KernelSour
         .with("VALUE_PARTS", value_parts)
         .with("PER_VALUE_PART", queries.div_ceil(value_parts))
         .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
-        .with_float("NOTHING", -1e30)
-        .flag("COMBINE", combines)
+        .with_float("NOTHING", NOTHING)
 }
 
 /// The kernel that prepares heads, without biases and norms.
@@ -321,6 +462,15 @@ pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
         .with("TURNED", heads.turned)
         .with("PAGE", PAGE)
         .with_float("EPS", eps)
+}
+
+/// The kernel that finds the best of `vocab` logits in parts.
+pub(crate) fn draw(vocab: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/draw.wgsl")])
+        .with("VOCAB", vocab)
+        .with("PER_PART", vocab.div_ceil(DRAW_PARTS))
+        .with("DRAW_PARTS", DRAW_PARTS)
+        .with_float("LEAST", f32::MIN)
 }
 
 /// The kernel of RMSNorm over rows of `hidden` values.
@@ -357,27 +507,17 @@ struct Recorder<'a> {
 
 impl Recorder<'_> {
     fn rows(
-        &mut self,
+        &self,
         source: KernelSource,
         heads: usize,
         bindings: &[Binding],
         buffers: &[&Buffer],
-    ) -> Result<()> {
-        self.ops.push(Op::Rows {
+    ) -> Result<RowsOp> {
+        Ok(RowsOp {
             kernel: self.gpu.kernel(&source, bindings)?,
             bound: self.gpu.bind(bindings, buffers)?,
             heads,
-        });
-        Ok(())
-    }
-
-    /// The final norm over the rows that the batch wants.
-    fn final_norm(&mut self, gains: &[f32]) -> Result<()> {
-        let b = self.buffers;
-        let gains = self.gpu.upload("gains of a norm", gains)?;
-        let source = self.norm_source().flag("GATHER", true);
-        let buffers = [&b.head_step, &b.batch, &gains, &b.stream, &b.head_in];
-        self.rows(source, 1, &NORM, &buffers)
+        })
     }
 
     fn norm_source(&self) -> KernelSource {
@@ -386,34 +526,44 @@ impl Recorder<'_> {
 
     /// `x` times the weight, to `y`; behind the norm that makes `x`, if there is one, and its rounding, if the kernel
     /// reads bytes.
-    fn product(
+    fn product_op(
         &mut self,
         linear: &Linear,
         step: &Buffer,
         x: &Buffer,
         y: &Buffer,
         outputs: Outputs,
-    ) -> Result<()> {
-        let b = self.buffers;
+    ) -> Result<ProductOp> {
+        let (b, gains) = (self.buffers, self.gains.take());
         let rounded = (&b.rounded, &b.rounded_scales);
-        let (x, x_scales) = match (self.gains.take(), linear.rounds) {
-            (None, false) => (x, x),
+        let inputs = match (&gains, linear.rounds) {
+            (None, false) => None,
             (None, true) => {
                 let buffers = [step, x, rounded.0, rounded.1];
-                self.rows(round(linear.inputs), 1, &ROUND, &buffers)?;
-                rounded
+                Some(self.rows(round(linear.inputs), 1, &ROUND, &buffers)?)
             }
             (Some(gains), false) => {
-                let buffers = [step, &b.batch, &gains, &b.stream, x];
-                self.rows(self.norm_source(), 1, &NORM, &buffers)?;
-                (x, x)
+                let buffers = [step, &b.batch, gains, &b.stream, x];
+                Some(self.rows(self.norm_source(), 1, &NORM, &buffers)?)
             }
             (Some(gains), true) => {
                 let source = self.norm_source().flag("ROUND", true);
-                let buffers = [step, &b.batch, &gains, &b.stream, rounded.0, rounded.1];
-                self.rows(source, 1, &NORM_ROUND, &buffers)?;
-                rounded
+                let buffers = [step, &b.batch, gains, &b.stream, rounded.0, rounded.1];
+                Some(self.rows(source, 1, &NORM_ROUND, &buffers)?)
             }
+        };
+        let operands = RowOperands {
+            step,
+            x: if gains.is_some() { &b.stream } else { x },
+            norm: gains
+                .as_ref()
+                .map(|gains| (gains, self.config.rms_norm_eps)),
+            y,
+        };
+        let row = RowProduct::new(self.gpu, linear, operands, outputs)?;
+        let (x, x_scales) = match linear.rounds {
+            true => rounded,
+            false => (x, x),
         };
         let operands = Operands {
             step,
@@ -421,8 +571,21 @@ impl Recorder<'_> {
             x_scales,
             y,
         };
-        let product = BoundProduct::new(self.gpu, linear, operands, outputs)?;
-        self.ops.push(Op::Product(product));
+        Ok(ProductOp {
+            name: linear.name,
+            shape: Dims::new(linear.outputs, linear.inputs),
+            bytes: linear.bytes(),
+            inputs,
+            product: BoundProduct::new(self.gpu, linear, operands, outputs)?,
+            row,
+        })
+    }
+
+    /// Records the product of the layers' step.
+    fn product(&mut self, linear: &Linear, x: &Buffer, y: &Buffer, outputs: Outputs) -> Result<()> {
+        let step = &self.buffers.step;
+        let op = self.product_op(linear, step, x, y, outputs)?;
+        self.ops.push(Op::Product(op));
         Ok(())
     }
 
@@ -481,16 +644,16 @@ impl Verbs for Recorder<'_> {
     ) -> Result<()> {
         let b = self.buffers;
         match to {
-            Projection::Mixer => {
-                self.product(&w.linear, &b.step, &b.normed, &b.qkv, Outputs::Stored)
-            }
+            Projection::Mixer => self.product(&w.linear, &b.normed, &b.qkv, Outputs::Stored),
             Projection::Gated if w.linear.interleaved => {
-                self.product(&w.linear, &b.step, &b.normed, &b.gated, Outputs::Gated)
+                self.product(&w.linear, &b.normed, &b.gated, Outputs::Gated)
             }
             Projection::Gated => {
-                self.product(&w.linear, &b.step, &b.normed, &b.gate_up, Outputs::Stored)?;
+                self.product(&w.linear, &b.normed, &b.gate_up, Outputs::Stored)?;
                 let source = silu(w.linear.outputs / 2);
-                self.rows(source, 1, &SILU, &[&b.step, &b.gate_up, &b.gated])
+                let op = self.rows(source, 1, &SILU, &[&b.step, &b.gate_up, &b.gated])?;
+                self.ops.push(Op::Rows("silu", op));
+                Ok(())
             }
             Projection::Rates | Projection::Scores | Projection::SharedScore => {
                 self.unserved(w.linear.name)
@@ -514,25 +677,32 @@ impl Verbs for Recorder<'_> {
             .for_each(|norm| vectors.extend(norm));
         let vectors = self.gpu.upload("vectors of heads", &vectors)?;
         let shape = Heads::of(self.config);
-        let source = prepare_heads(shape, self.config.rms_norm_eps)
-            .with("NORMS_AT", norms_at)
-            .flag("BIASES", norms_at > 0)
-            .flag("NORMS", heads.norms.is_some());
+        let eps = self.config.rms_norm_eps;
+        let prepares = |source: KernelSource| {
+            source
+                .with("NORMS_AT", norms_at)
+                .flag("BIASES", norms_at > 0)
+                .flag("NORMS", heads.norms.is_some())
+        };
         let (keys, values) = (&b.keys[layer], &b.values[layer]);
-        let buffers = [&b.step, &b.batch, &b.turns, &vectors, &b.qkv, keys, values];
-        self.rows(source, shape.count + 2 * shape.kv, &HEADS, &buffers)?;
+        let source = prepares(prepare_heads(shape, eps));
+        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values];
+        let heads_op = self.rows(source, shape.count + 2 * shape.kv, &HEADS, &buffers)?;
+        let [first, batch, attended, parts] = [&b.step, &b.batch, &b.attended, &b.parts];
+        let buffers = [first, batch, attended, parts, &b.qkv, keys, values];
+        let tiles = self.gpu.bind(&ATTENTION, &buffers)?;
+        let source = prepares(attention_row(shape, eps));
         let buffers = [
-            &b.step,
-            &b.batch,
-            &b.attended,
-            &b.parts,
-            &b.softmax,
-            &b.qkv,
-            keys,
-            values,
+            first, batch, attended, parts, &b.qkv, &vectors, keys, values,
         ];
-        let bound = self.gpu.bind(&ATTENTION, &buffers)?;
-        self.ops.push(Op::Attention(bound));
+        self.ops.push(Op::Attention(AttentionOp {
+            heads: heads_op,
+            tiles,
+            row: (
+                self.gpu.kernel(&source, &ATTENTION_ROW)?,
+                self.gpu.bind(&ATTENTION_ROW, &buffers)?,
+            ),
+        }));
         Ok(())
     }
 
@@ -559,6 +729,6 @@ impl Verbs for Recorder<'_> {
             Operand::Attended => &b.attended,
             Operand::Gated => &b.gated,
         };
-        self.product(&w.linear, &b.step, x, &b.stream, Outputs::Added)
+        self.product(&w.linear, x, &b.stream, Outputs::Added)
     }
 }

@@ -1,16 +1,22 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
+use crate::ahead::Seats;
 use crate::engine::WgpuModel;
-use crate::linear::STEP_ROWS;
+use crate::gpu::Pass;
+use crate::product::STEP_ROWS;
 use crate::program::{Attended, Buffers, Program};
-use crate::sizes::{SPLITS, Sizes};
+use crate::sizes::{DRAW_PARTS, SPLITS, Sizes};
+use crate::timer::Timer;
 use nq_kernels::pages::PAGE;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks};
-use nq_runtime::interface::{Chunk, Logits, Observer, Pages, PlacedImage, Session, SessionSpec};
+use nq_runtime::interface::{
+    Chunk, Logits, Observer, Pages, PlacedImage, Session, SessionSpec, StepsAhead,
+};
 use nq_runtime::kv::{PageCopy, PageTables};
 use nq_runtime::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
+use wgpu::CommandBuffer;
 
 /// Sequences in progress over a [`WgpuModel`].
 pub(crate) struct WgpuSession {
@@ -21,11 +27,33 @@ pub(crate) struct WgpuSession {
     buffers: Buffers,
     program: Program,
     batch: Batch,
+    /// Commands of the step that follows the last one, if nothing else does.
+    prepared: Option<(StepShape, CommandBuffer)>,
+    drawing: Option<Drawing>,
+    pub(crate) seats: Seats,
     logits: Vec<f32>, // [rows wanted, vocab], or [rows wanted, hidden]
 }
 
-/// Layers whose commands are submitted together: the device computes them while the host writes those of the next.
+/// Layers of prompts whose commands are submitted together: the device computes them while the host writes those of the
+/// next.
 const SUBMITTED: usize = 6;
+
+/// What the commands of a step depend on, in which every sequence has one row that wants logits: they are written while
+/// the step before it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct StepShape {
+    rows: usize,
+    /// Parts in which keys are read.
+    splits: usize,
+    /// True if the device draws tokens, instead of copying logits to the host.
+    draws: bool,
+}
+
+/// A step whose tokens the device draws.
+struct Drawing {
+    rows: usize,
+    timer: Option<Timer>,
+}
 
 /// Consecutive rows of a chunk in a pass.
 struct Span {
@@ -40,7 +68,6 @@ struct Batch {
     words: Vec<u32>,
     stream: Vec<f32>,
     turns: Vec<(f32, f32)>,
-    turn_values: Vec<f32>,
 }
 
 /// What is made of the rows that want logits.
@@ -63,6 +90,9 @@ impl WgpuSession {
         Ok(WgpuSession {
             tables: PageTables::new(&spec),
             batch: Batch::default(),
+            prepared: None,
+            drawing: None,
+            seats: Seats::new(spec.slots.min(sizes.rows).min(STEP_ROWS)),
             logits: Vec::new(),
             model,
             spec,
@@ -74,15 +104,21 @@ impl WgpuSession {
 
     /// Runs chunks: `logits` gets what is wanted. The sequences' lengths stay the old ones.
     fn run(&mut self, chunks: &[Chunk<'_>], wanted: Wanted) -> Result<()> {
-        let vocab = self.model.config.vocab_size;
-        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
-        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
-        let copies = self.tables.reserve(growth)?;
-        self.copy_pages(&copies);
+        self.reserve(chunks)?;
         self.logits.clear();
         for spans in passes(chunks, self.sizes.rows) {
             self.pass(chunks, &spans, wanted)?;
         }
+        Ok(())
+    }
+
+    /// Makes room for the rows of chunks.
+    fn reserve(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        let vocab = self.vocab();
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
+        let copies = self.tables.reserve(growth)?;
+        self.copy_pages(&copies);
         Ok(())
     }
 
@@ -104,31 +140,46 @@ impl WgpuSession {
         gpu.submit(encoder);
     }
 
-    fn pass(&mut self, chunks: &[Chunk<'_>], spans: &[Span], wanted: Wanted) -> Result<()> {
-        let model = Arc::clone(&self.model);
-        let (gpu, c) = (&model.gpu, &model.config);
+    /// Writes what `spans` feed to the device.
+    fn write(&mut self, chunks: &[Chunk<'_>], spans: &[Span]) -> Result<RowsLayout> {
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
         let tile = match rows <= STEP_ROWS {
             true => 1,
             false => self.program.heads.tile(),
         };
-        let layout = self.batch.fill(&model, chunks, spans, &self.tables, tile)?;
-        let mut step = layout.step;
-        let b = &self.buffers;
+        let (model, b) = (&self.model, &self.buffers);
+        let layout = (self.batch).fill(model, chunks, spans, &self.tables, tile)?;
+        let gpu = &model.gpu;
         gpu.write(&b.batch, 0, bytemuck::cast_slice(&self.batch.words));
         gpu.write(&b.stream, 0, bytemuck::cast_slice(&self.batch.stream));
-        gpu.write(&b.turns, 0, bytemuck::cast_slice(&self.batch.turn_values));
-        gpu.write(&b.step, 0, bytemuck::cast_slice(&step));
+        gpu.write(&b.step, 0, bytemuck::cast_slice(&layout.step));
+        Ok(layout)
+    }
+
+    /// Computes rows, and appends what is wanted of them to `logits`.
+    fn pass(&mut self, chunks: &[Chunk<'_>], spans: &[Span], wanted: Wanted) -> Result<()> {
+        let layout = self.write(chunks, spans)?;
+        if let (Some(shape), Wanted::Logits) = (layout.shape(false), wanted) {
+            let timer = self.submit_step(shape, &layout)?;
+            let (gpu, vocab) = (&self.model.gpu, self.model.config.vocab_size);
+            let bytes = 4 * shape.rows * vocab;
+            gpu.read(&self.buffers.results, bytes, &mut self.logits)?;
+            return timer.map_or(Ok(()), |timer| timer.count(gpu));
+        }
+        let model = Arc::clone(&self.model);
+        let (gpu, c, b) = (&model.gpu, &model.config, &self.buffers);
+        let (rows, mut step) = (layout.attended.rows, layout.step);
         let width = match wanted {
             Wanted::Logits => c.vocab_size,
             Wanted::Hidden => c.hidden_size,
         };
+        let mut timer = gpu.timer()?;
         let mut encoder = gpu.encoder();
         let count = model.layers.len();
         for first in (0..count).step_by(SUBMITTED) {
             let last = count.min(first + SUBMITTED);
             {
-                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let mut pass = Pass::new(&mut encoder, timer.as_mut());
                 self.program
                     .layers(gpu, &mut pass, first..last, layout.attended)?;
             }
@@ -144,9 +195,10 @@ impl WgpuSession {
                 step[0] = together as u32;
                 step[5] = (layout.wanted_at + done) as u32;
                 gpu.write(&b.head_step, 0, bytemuck::cast_slice(&step));
-                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let mut pass = Pass::new(&mut encoder, timer.as_mut());
                 let logits = wanted == Wanted::Logits;
-                self.program.head(gpu, &mut pass, together, logits)?;
+                self.program
+                    .head(gpu, &mut pass, together, rows == 1, logits)?;
             }
             let bytes = 4 * together * width;
             let from = match wanted {
@@ -156,10 +208,17 @@ impl WgpuSession {
             if bytes > 0 {
                 encoder.copy_buffer_to_buffer(from, 0, &b.results, 0, bytes as u64);
             }
+            // Further rows of the head are not timed.
+            if let Some(timer) = &timer {
+                timer.resolve(&mut encoder);
+            }
             gpu.submit(encoder);
             match bytes {
                 0 => gpu.finish()?,
                 _ => gpu.read(&b.results, bytes, &mut self.logits)?,
+            }
+            if let Some(timer) = timer.take() {
+                timer.count(gpu)?;
             }
             done += together;
             if done == layout.wanted {
@@ -169,11 +228,138 @@ impl WgpuSession {
         }
     }
 
+    /// Submits a step whose rows are written, and prepares the commands of the next one while the device computes.
+    /// Returns what times it, if that is wanted.
+    fn submit_step(&mut self, shape: StepShape, layout: &RowsLayout) -> Result<Option<Timer>> {
+        let model = Arc::clone(&self.model);
+        let gpu = &model.gpu;
+        let mut timer = gpu.timer()?;
+        let prepared = self.prepared.take();
+        let prepared = prepared.filter(|(known, _)| *known == shape && timer.is_none());
+        let commands = match prepared {
+            Some((_, commands)) => commands,
+            None => self.encode_step(shape, layout.attended.bytes, timer.as_mut())?,
+        };
+        // All rows go through the head.
+        let step = bytemuck::cast_slice(&layout.step);
+        gpu.write(&self.buffers.head_step, 0, step);
+        gpu.submit_finished(commands);
+        if timer.is_none() {
+            let next = StepShape {
+                splits: layout.next_splits,
+                ..shape
+            };
+            self.prepared = Some((next, self.encode_step(next, 0, None)?));
+        }
+        Ok(timer)
+    }
+
+    /// The commands of a step, whose attention reads `bytes` bytes of a layer.
+    fn encode_step(
+        &mut self,
+        shape: StepShape,
+        bytes: usize,
+        mut timer: Option<&mut Timer>,
+    ) -> Result<CommandBuffer> {
+        let model = Arc::clone(&self.model);
+        let (gpu, b, rows) = (&model.gpu, &self.buffers, shape.rows);
+        let mut encoder = gpu.encoder();
+        {
+            let mut pass = Pass::new(&mut encoder, timer.as_deref_mut());
+            let attended = Attended {
+                rows,
+                tiles: rows,
+                splits: shape.splits,
+                alone: true,
+                bytes,
+            };
+            let layers = 0..model.layers.len();
+            self.program.layers(gpu, &mut pass, layers, attended)?;
+            self.program.head(gpu, &mut pass, rows, rows == 1, true)?;
+            if shape.draws {
+                self.program.draw(&mut pass, rows);
+            }
+        }
+        let (from, to, each) = match shape.draws {
+            true => (&b.best, &b.drawn, 8 * DRAW_PARTS),
+            false => (&b.logits, &b.results, 4 * model.config.vocab_size),
+        };
+        encoder.copy_buffer_to_buffer(from, 0, to, 0, (rows * each) as u64);
+        if let Some(timer) = timer {
+            timer.resolve(&mut encoder);
+        }
+        Ok(encoder.finish())
+    }
+
+    /// Queues a step of one row of each of these sequences, whose tokens the device draws.
+    ///
+    /// # Errors
+    /// As [`Session::forward`].
+    pub(crate) fn queue_step(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        self.reserve(chunks)?;
+        for spans in passes(chunks, self.sizes.rows) {
+            let layout = self.write(chunks, &spans)?;
+            let shape = layout.shape(true);
+            let shape = shape.expect("sequences of a step have one row, whose token is drawn");
+            self.drawing = Some(Drawing {
+                rows: shape.rows,
+                timer: self.submit_step(shape, &layout)?,
+            });
+        }
+        self.advance(chunks);
+        Ok(())
+    }
+
+    /// Waits for the step of [`WgpuSession::queue_step`]: the best token of each of its rows, or that a logit is not
+    /// finite.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub(crate) fn drawn_tokens(&mut self) -> Result<Vec<Result<u32>>> {
+        let Some(Drawing { rows, timer }) = self.drawing.take() else {
+            return Ok(Vec::new());
+        };
+        let (gpu, mut words) = (&self.model.gpu, Vec::new());
+        gpu.read(&self.buffers.drawn, 8 * DRAW_PARTS * rows, &mut words)?;
+        if let Some(timer) = timer {
+            timer.count(gpu)?;
+        }
+        Ok(words.chunks_exact(2 * DRAW_PARTS).map(best_token).collect())
+    }
+
+    /// Runs chunks without logits, and waits for them.
+    ///
+    /// # Errors
+    /// As [`Session::forward`].
+    pub(crate) fn run_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        self.run(chunks, Wanted::Logits)?;
+        self.advance(chunks);
+        Ok(())
+    }
+
+    pub(crate) fn vocab(&self) -> usize {
+        self.model.config.vocab_size
+    }
+
     fn advance(&mut self, chunks: &[Chunk<'_>]) {
         for chunk in chunks {
             self.tables.advance(chunk.slot, chunk.tokens.len());
         }
     }
+}
+
+/// The best of a row's tokens: `parts` are the best logits of parts of the vocabulary, in order, each with the bits of
+/// its token.
+pub(crate) fn best_token(parts: &[f32]) -> Result<u32> {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for &[logit, token] in parts.as_chunks::<2>().0 {
+        match token.to_bits() {
+            u32::MAX => return Err(Error::LogitsNotFinite),
+            token if logit > best.0 => best = (logit, token),
+            _ => (),
+        }
+    }
+    Ok(best.1)
 }
 
 /// The rows of chunks, in passes of up to `most`.
@@ -208,6 +394,32 @@ struct RowsLayout {
     attended: Attended,
     wanted_at: usize,
     wanted: usize,
+    /// Parts in which the next step reads keys.
+    next_splits: usize,
+}
+
+impl RowsLayout {
+    /// The shape of the step, if it is one.
+    fn shape(&self, draws: bool) -> Option<StepShape> {
+        let a = self.attended;
+        let is_step = a.alone && a.rows <= STEP_ROWS && self.wanted == a.rows;
+        is_step.then_some(StepShape {
+            rows: a.rows,
+            splits: a.splits,
+            draws,
+        })
+    }
+}
+
+/// Parts in which keys in up to `pages` pages are read by passes of `rows` rows, and the pages of each.
+fn parts(pages: usize, rows: usize) -> (usize, usize) {
+    let parts = match rows <= STEP_ROWS {
+        true => pages.min(SPLITS),
+        false => 1,
+    };
+    let each = pages.div_ceil(parts);
+    // Fewer, if the pages of each are rounded up.
+    (pages.div_ceil(each), each)
 }
 
 impl Batch {
@@ -223,11 +435,11 @@ impl Batch {
         let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
         self.words.clear();
-        self.turn_values.clear();
         self.stream.resize(rows * h, 0.0);
         self.turns.resize(half, (0.0, 0.0));
         let (mut tiles, mut wanted, mut pages) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut row, mut most_pages) = (0, 1);
+        let mut turns: Vec<u32> = Vec::with_capacity(2 * rows * half);
+        let (mut row, mut most_pages, mut next_pages, mut seen) = (0, 1, 1, 0);
         for span in spans {
             let chunk = &chunks[span.chunk];
             let table = pages.len();
@@ -235,6 +447,8 @@ impl Batch {
             let end = position + span.tokens.len();
             let used = end.div_ceil(PAGE);
             most_pages = most_pages.max(used);
+            next_pages = next_pages.max((end + 1).div_ceil(PAGE));
+            seen += end;
             pages.extend_from_slice(&tables.all()[chunk.slot][..used]);
             for first in (0..span.tokens.len()).step_by(tile) {
                 let count = tile.min(span.tokens.len() - first);
@@ -246,8 +460,8 @@ impl Batch {
                 let position = tables.len(chunk.slot) + token;
                 self.words.extend([position as u32, table as u32]);
                 model.rotary.row(position, &mut self.turns);
-                self.turn_values
-                    .extend(self.turns.iter().flat_map(|&(cos, sin)| [cos, sin]));
+                let values = self.turns.iter().flat_map(|&(cos, sin)| [cos, sin]);
+                turns.extend(values.map(f32::to_bits));
                 let x = &mut self.stream[at * h..(at + 1) * h];
                 model
                     .embedding
@@ -258,16 +472,14 @@ impl Batch {
             }
             row += span.tokens.len();
         }
-        let splits = match rows <= STEP_ROWS {
-            true => most_pages.min(SPLITS),
-            false => 1,
-        };
-        let split_pages = most_pages.div_ceil(splits);
+        let (splits, split_pages) = parts(most_pages, rows);
         let attended = Attended {
             rows,
             tiles: tiles.len() / 4,
-            // Fewer, if the pages of each are rounded up.
-            splits: most_pages.div_ceil(split_pages),
+            splits,
+            alone: spans.iter().all(|s| s.tokens.len() == 1),
+            // Keys and values of two bytes.
+            bytes: 4 * seen * model.config.kv_dim(),
         };
         let tiles_at = self.words.len();
         self.words.extend(tiles);
@@ -275,6 +487,8 @@ impl Batch {
         self.words.extend(&wanted);
         let tables_at = self.words.len();
         self.words.extend(pages);
+        let turns_at = self.words.len();
+        self.words.extend(turns);
         let step = [
             rows,
             attended.tiles,
@@ -283,13 +497,14 @@ impl Batch {
             tiles_at,
             wanted_at,
             tables_at,
-            wanted.len(),
+            turns_at,
         ];
         Ok(RowsLayout {
             step: step.map(|n| n as u32),
             attended,
             wanted_at,
             wanted: wanted.len(),
+            next_splits: parts(next_pages, rows).0,
         })
     }
 }
@@ -326,6 +541,10 @@ impl Session for WgpuSession {
     }
 
     fn pages(&mut self) -> Option<&mut dyn Pages> {
+        Some(self)
+    }
+
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         Some(self)
     }
 

@@ -1,7 +1,7 @@
 //! The memory of a session, in bytes of each of its buffers: what is planned is what is allocated.
 
 use crate::engine::WgpuModel;
-use crate::linear::STEP_ROWS;
+use crate::product::STEP_ROWS;
 use nq_kernels::pages::{KvType, PAGE};
 use nq_model::ModelConfig;
 use nq_runtime::interface::SessionSpec;
@@ -14,6 +14,9 @@ const HEAD_ROWS: usize = 64;
 
 /// Most parts in which a row's keys are read.
 pub(crate) const SPLITS: usize = 32;
+
+/// Parts of the vocabulary in which the best token is looked for.
+pub(crate) const DRAW_PARTS: usize = 64;
 
 /// Sizes of a session's buffers, in bytes unless said otherwise.
 #[derive(Clone, Copy, Debug)]
@@ -30,12 +33,12 @@ pub(crate) struct Sizes {
     pub(crate) gate_up: usize,
     pub(crate) rounded: usize,
     pub(crate) rounded_scales: usize,
-    pub(crate) turns: usize,
     pub(crate) batch: usize,
     pub(crate) parts: usize,
-    pub(crate) softmax: usize,
     pub(crate) head_in: usize,
     pub(crate) logits: usize,
+    /// Best tokens of the rows of a step.
+    pub(crate) best: usize,
     /// Norms' gains, and vectors of heads.
     pub(crate) vectors: usize,
     /// Keys of a layer, and as much for its values.
@@ -73,12 +76,11 @@ impl Sizes {
             gate_up: if apart { floats(2 * mlp) } else { 0 },
             rounded: rows * rounded,
             rounded_scales: 8 * rows * rounded / crate::pack::UNIT,
-            turns: floats(c.rotary_dims()),
-            batch: 4 * (7 * rows + tables),
-            parts: 4 * parts * c.head_dim,
-            softmax: 8 * parts,
+            batch: 4 * (rows * (7 + c.rotary_dims()) + tables),
+            parts: 4 * parts * (c.head_dim + 2),
             head_in: 4 * head_rows * c.hidden_size,
             logits: 4 * head_rows * c.vocab_size,
+            best: 8 * step * DRAW_PARTS,
             vectors: 4 * model.vector_values(),
             keys: spec.page_count() * page,
             page,
@@ -100,10 +102,11 @@ impl Sizes {
             self.gated,
         ];
         let mlp = [self.gate_up, self.rounded, self.rounded_scales];
-        let attention = [self.turns, self.batch, self.parts, self.softmax, self.page];
+        let attention = [self.batch, self.parts, self.page];
         let head = [
             self.head_in,
             2 * self.logits.max(self.head_in),
+            2 * self.best,
             self.vectors,
         ];
         let all = rows.iter().chain(&mlp).chain(&attention).chain(&head);

@@ -2,12 +2,15 @@
 //! driver (lavapipe).
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use crate::gpu::{Binding, Gpu, Grid, launch};
-use crate::linear::{BoundProduct, Linear, Operands, Outputs, ProductKernels};
+use crate::gpu::{Binding, Gpu, Grid, Pass};
+use crate::linear::Linear;
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
 use crate::program::{
-    ATTENTION, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU, attention, norm, prepare_heads, round,
-    silu,
+    ATTENTION, ATTENTION_ROW, COMBINE, DRAW, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU,
+    attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
 };
+use crate::session::best_token;
+use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
 use half::f16;
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
@@ -36,8 +39,8 @@ fn run(gpu: &Gpu, source: &KernelSource, bindings: &[Binding], buffers: &[&Buffe
     let bound = gpu.bind(bindings, buffers).unwrap();
     let mut encoder = gpu.encoder();
     {
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        launch(&mut pass, &kernel, &bound, grid);
+        let mut pass = Pass::new(&mut encoder, None);
+        pass.launch(&kernel, &bound, grid);
     }
     gpu.submit(encoder);
     gpu.finish().unwrap();
@@ -103,11 +106,10 @@ fn product(
     let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
     let mut encoder = gpu.encoder();
     {
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        let kernels = bound
-            .kernels(gpu, rows, &mut ProductKernels::new())
+        let mut pass = Pass::new(&mut encoder, None);
+        bound
+            .launch(gpu, &mut pass, rows, &mut ProductKernels::new())
             .unwrap();
-        bound.launch(&mut pass, &kernels, rows);
     }
     gpu.submit(encoder);
     read(gpu, &y, rows * width)
@@ -205,6 +207,74 @@ fn products_of_any_number_of_rows() {
             let expected = expected(&parts, rounding, Outputs::Stored, &x);
             let error = nmse(&found, &expected);
             assert!(error < 1e-11, "{rows} rows, {rounding}: {error:e}");
+        }
+    }
+}
+
+/// Products of one row that normalize and round their input themselves, with and without subgroups.
+#[test]
+fn a_row_is_normalized_and_rounded_by_its_product() {
+    let Some(mut gpu) = gpu() else { return };
+    let with = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
+    let schemes = [
+        with(Bits::B4, Group::Size(64), Zeros::Integer),
+        with(Bits::B4, Group::Channel, Zeros::Offset),
+        with(Bits::B5, Group::Size(32), Zeros::Integer),
+        with(Bits::B6, Group::Size(128), Zeros::Offset),
+        with(Bits::B8, Group::Size(64), Zeros::Integer),
+    ];
+    for lanes in [gpu.lanes, None] {
+        gpu.lanes = lanes;
+        // Inputs that no number of lanes divides, and so many outputs that workgroups compute several blocks.
+        for (inputs, rows) in [(672, 131), (3 * 512, 70), (64, 40_000)] {
+            for (scheme, seed) in schemes.into_iter().zip(1..) {
+                let cases = [Outputs::Stored, Outputs::Added, Outputs::Gated].into_iter();
+                for (outputs, eps) in cases.zip([Some(1e-5), None, Some(1e-6)]) {
+                    if rows > 1000 && seed > 1 {
+                        continue;
+                    }
+                    let part = |seed| affine(scheme, rows, inputs, None, seed);
+                    let (first, second) = (part(seed), part(seed + 50));
+                    let parts = match outputs {
+                        Outputs::Gated => vec![&first, &second],
+                        _ => vec![&first],
+                    };
+                    let (x, gains) = (normal(inputs, 3), normal(inputs, 4));
+                    let (step, y, input, gain_buffer) = (
+                        gpu.uniform(&[1, 0, 0, 0, 0, 0, 0, 0]).unwrap(),
+                        gpu.upload("y", &vec![1.0; rows]).unwrap(),
+                        gpu.upload("x", &x).unwrap(),
+                        gpu.upload("gains", &gains).unwrap(),
+                    );
+                    let mut census = Census::default();
+                    let choice = ActivationChoice::Int8 { group: 32 };
+                    let gated = outputs == Outputs::Gated;
+                    let linear =
+                        Linear::new(&gpu, "test", &parts, gated, choice, &mut census).unwrap();
+                    let operands = RowOperands {
+                        step: &step,
+                        x: &input,
+                        norm: eps.map(|eps| (&gain_buffer, eps)),
+                        y: &y,
+                    };
+                    let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
+                    let product = product.expect("inputs that are rounded, and fit a workgroup");
+                    let mut encoder = gpu.encoder();
+                    product.launch(&mut Pass::new(&mut encoder, None));
+                    gpu.submit(encoder);
+                    let found = read(&gpu, &y, rows);
+                    let mut x_normed = x.to_vec();
+                    if let Some(eps) = eps {
+                        reference::rms_norm(&x, &gains, eps, &mut x_normed);
+                    }
+                    let rounding = Activations::Int8 { group: 32 };
+                    let error = nmse(&found, &expected(&parts, rounding, outputs, &x_normed));
+                    // Where a value is halfway between two bytes, the order of factors decides.
+                    let most = if eps.is_some() { 1e-5 } else { 1e-11 };
+                    let case = format!("{scheme}, {rows} x {inputs}, {outputs:?}, {lanes:?}");
+                    assert!(error < most, "{case}: {error:e}");
+                }
+            }
         }
     }
 }
@@ -337,6 +407,31 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
     assert!(nmse(&found, &expected) < 1e-5);
 }
 
+#[test]
+fn the_first_of_the_best_tokens_is_drawn() {
+    let Some(gpu) = gpu() else { return };
+    let vocab = 5000;
+    let mut logits = normal(4 * vocab, 9);
+    logits[vocab - 1] = 9.0;
+    for equal in [4999, 78, 79, 2500] {
+        logits[vocab + equal] = 10.0;
+    }
+    logits[2 * vocab..3 * vocab].fill(-1e30);
+    logits[3 * vocab + 4000] = f32::NAN;
+    let (rows, best) = (
+        gpu.upload("logits", &logits).unwrap(),
+        gpu.buffer("best", 4 * 8 * DRAW_PARTS).unwrap(),
+    );
+    let grid = Grid::new(4, DRAW_PARTS);
+    run(&gpu, &draw(vocab), &DRAW, &[&rows, &best], grid);
+    let found = read(&gpu, &best, 4 * 2 * DRAW_PARTS);
+    let found: Vec<Option<u32>> = found
+        .chunks_exact(2 * DRAW_PARTS)
+        .map(|row| best_token(row).ok())
+        .collect();
+    assert_eq!(found, [Some(4999), Some(78), Some(0), None]);
+}
+
 /// A sequence whose pages lie in another order, the last `rows` of whose `len` positions are computed.
 struct CachedSequence {
     heads: Heads,
@@ -354,8 +449,9 @@ impl CachedSequence {
         (self.heads.count + 2 * self.heads.kv) * self.heads.dim
     }
 
-    /// Sizes and words of a pass with tiles of `tile` rows, whose keys are read in parts of `split_pages` pages.
-    fn batch(&self, tile: usize, split_pages: usize) -> ([u32; 8], Vec<u32>) {
+    /// Sizes and words of a pass with tiles of `tile` rows, whose keys are read in parts of `split_pages` pages, and
+    /// whose heads turn by these cosines and sines.
+    fn batch(&self, tile: usize, split_pages: usize, turns: &[(f32, f32)]) -> ([u32; 8], Vec<u32>) {
         let mut words: Vec<u32> = (self.first()..self.len)
             .flat_map(|p| [p as u32, 0])
             .collect();
@@ -367,6 +463,8 @@ impl CachedSequence {
         let tiles = (words.len() - tiles_at) / 4;
         let tables_at = words.len();
         words.extend(&self.table);
+        let turns_at = words.len();
+        words.extend(turns.iter().flat_map(|&(c, s)| [c.to_bits(), s.to_bits()]));
         let splits = self.table.len().div_ceil(split_pages);
         let step = [
             self.rows,
@@ -376,7 +474,7 @@ impl CachedSequence {
             tiles_at,
             0,
             tables_at,
-            0,
+            turns_at,
         ];
         (step.map(|n| n as u32), words)
     }
@@ -426,24 +524,14 @@ fn heads_are_normalized_turned_and_kept() {
             .flag("BIASES", biased)
             .flag("NORMS", normed);
         vectors.extend(&gains);
-        let (step, batch) = s.batch(1, 8);
+        let (step, batch) = s.batch(1, 8, &turns);
         let (step, batch) = (gpu.uniform(&step).unwrap(), words(&gpu, &batch));
-        let turn_values: Vec<f32> = turns.iter().flat_map(|&(c, s)| [c, s]).collect();
-        let turn_buffer = gpu.upload("turns", &turn_values).unwrap();
         let vectors = gpu.upload("vectors", &vectors).unwrap();
         let buffer = gpu.upload("qkv", &qkv).unwrap();
         let bytes = 2 * heads.kv * PAGE * dim * 2;
         let keys = gpu.buffer("keys", bytes).unwrap();
         let values = gpu.buffer("values", bytes).unwrap();
-        let buffers = [
-            &step,
-            &batch,
-            &turn_buffer,
-            &vectors,
-            &buffer,
-            &keys,
-            &values,
-        ];
+        let buffers = [&step, &batch, &vectors, &buffer, &keys, &values];
         run(&gpu, &source, &HEADS, &buffers, Grid::new(s.rows, all));
         let found = read(&gpu, &buffer, qkv.len());
         let kept = [read(&gpu, &keys, bytes / 4), read(&gpu, &values, bytes / 4)];
@@ -480,6 +568,100 @@ fn heads_are_normalized_turned_and_kept() {
                     nmse(&found, &expected) < 1e-6,
                     "kept head {head} of row {r}"
                 );
+            }
+        }
+    }
+}
+
+/// Steps whose kernel prepares a row's heads itself give what preparing them and attending give.
+#[test]
+fn a_row_prepares_its_heads_and_attends() {
+    let Some(gpu) = gpu() else { return };
+    let eps = 1e-6;
+    let shapes = [(4, 2, 64), (7, 1, 32), (2, 2, 128), (8, 1, 256), (3, 1, 80)];
+    for ((count, kv, dim), normed) in shapes.into_iter().zip([true, false].into_iter().cycle()) {
+        let heads = Heads {
+            count,
+            kv,
+            dim,
+            turned: dim / 2,
+        };
+        for len in [1, 65, 300] {
+            let s = CachedSequence {
+                heads,
+                len,
+                rows: 1,
+                table: vec![2, 0, 1][..len.div_ceil(PAGE)].to_vec(),
+            };
+            let turns: Vec<(f32, f32)> = (normal(dim / 4, 4).iter())
+                .map(|a| (a.cos(), a.sin()))
+                .collect();
+            let (qkv, biases, gains) = (normal(s.row(), 7), normal(s.row(), 2), normal(2 * dim, 3));
+            let vectors = gpu
+                .upload("vectors", &[biases.clone(), gains.clone()].concat())
+                .unwrap();
+            let prepares = |source: KernelSource| {
+                let source = source.with("NORMS_AT", biases.len()).flag("BIASES", true);
+                source.flag("NORMS", normed)
+            };
+            let before = normal(3 * kv * PAGE * dim, 8);
+            let before = [pairs(&before), pairs(&before[1..])];
+            for split_pages in [3, 1] {
+                let (step, batch) = s.batch(1, split_pages, &turns);
+                let splits = step[2] as usize;
+                let (step, batch) = (gpu.uniform(&step).unwrap(), words(&gpu, &batch));
+                let of_splits = Grid {
+                    x: splits,
+                    y: kv,
+                    z: 1,
+                };
+                let all: Vec<[Vec<f32>; 3]> = [false, true]
+                    .into_iter()
+                    .map(|together| {
+                        let qkv = gpu.upload("qkv", &qkv).unwrap();
+                        let [keys, values] = [&before[0], &before[1]].map(|b| words(&gpu, b));
+                        let attended = gpu.buffer("attended", 4 * count * dim).unwrap();
+                        let parts = 4 * count * (dim + 2) * splits;
+                        let parts = gpu.buffer("parts", parts).unwrap();
+                        let first = [&step, &batch, &attended, &parts, &qkv];
+                        if together {
+                            let source = prepares(attention_row(heads, eps));
+                            let buffers = [&first[..], &[&vectors, &keys, &values]].concat();
+                            let mut grid = of_splits;
+                            grid.y *= heads.shares();
+                            run(&gpu, &source, &ATTENTION_ROW, &buffers, grid);
+                        } else {
+                            let source = prepares(prepare_heads(heads, eps));
+                            let buffers = [&step, &batch, &vectors, &qkv, &keys, &values];
+                            let grid = Grid::new(1, count + 2 * kv);
+                            run(&gpu, &source, &HEADS, &buffers, grid);
+                            let buffers = [&first[..], &[&keys, &values]].concat();
+                            run(&gpu, &attention(heads, 1), &ATTENTION, &buffers, of_splits);
+                        }
+                        if splits > 1 {
+                            let grid = Grid::new(1, count);
+                            run(&gpu, &combine(heads), &COMBINE, &first[..4], grid);
+                        }
+                        [
+                            read(&gpu, &attended, count * dim),
+                            read(&gpu, &keys, before[0].len()),
+                            read(&gpu, &values, before[1].len()),
+                        ]
+                    })
+                    .collect();
+                let case = format!("{heads:?}, {len} tokens, {splits} parts");
+                let error = nmse(&all[1][0], &all[0][0]);
+                assert!(error < 1e-8, "{case}: {error:e}");
+                for kept in 1..3 {
+                    let halves = |words: &[f32]| -> Vec<f32> {
+                        let halves = words.iter().flat_map(|w| [w.to_bits(), w.to_bits() >> 16]);
+                        halves
+                            .map(|bits| f16::from_bits(bits as u16).to_f32())
+                            .collect()
+                    };
+                    let error = nmse(&halves(&all[1][kept]), &halves(&all[0][kept]));
+                    assert!(error < 1e-9, "{case}: kept {error:e}");
+                }
             }
         }
     }
@@ -524,20 +706,18 @@ fn rows_attend_to_what_is_before_them() {
             let (key_pages, value_pages) = (paged(&keys), paged(&values));
             let qkv_buffer = gpu.upload("qkv", &qkv).unwrap();
             for (tile, split_pages) in [(1, 3), (1, 1), (heads.tile(), 3)] {
-                let (step, batch) = s.batch(tile, split_pages);
+                let (step, batch) = s.batch(tile, split_pages, &[]);
                 let (tiles, splits) = (step[1] as usize, step[2] as usize);
                 let (step, batch) = (gpu.uniform(&step).unwrap(), words(&gpu, &batch));
                 let attended = gpu.buffer("attended", 4 * rows * count * dim).unwrap();
                 let parts = gpu
-                    .buffer("parts", 4 * rows * count * dim * splits)
+                    .buffer("parts", 4 * rows * count * (dim + 2) * splits)
                     .unwrap();
-                let softmax = gpu.buffer("softmax", 8 * rows * count * splits).unwrap();
                 let buffers = [
                     &step,
                     &batch,
                     &attended,
                     &parts,
-                    &softmax,
                     &qkv_buffer,
                     &key_pages,
                     &value_pages,
@@ -547,16 +727,10 @@ fn rows_attend_to_what_is_before_them() {
                     y: kv,
                     z: tiles,
                 };
-                run(
-                    &gpu,
-                    &attention(heads, tile, false),
-                    &ATTENTION,
-                    &buffers,
-                    grid,
-                );
+                run(&gpu, &attention(heads, tile), &ATTENTION, &buffers, grid);
                 if splits > 1 {
                     let grid = Grid::new(rows, count);
-                    run(&gpu, &attention(heads, 1, true), &ATTENTION, &buffers, grid);
+                    run(&gpu, &combine(heads), &COMBINE, &buffers[..4], grid);
                 }
                 let found = read(&gpu, &attended, rows * count * dim);
                 for (i, found) in found.chunks_exact(dim).enumerate() {

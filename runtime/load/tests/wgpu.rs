@@ -6,9 +6,13 @@ use crate::common::{Store, hybrid, options, small_mixture};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::{DType, ModelConfig, find};
-use nq_runtime::{DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted, Session};
+use nq_runtime::{
+    Batch, Continuation, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
+    Piece, Sampler, SamplingParams, Session,
+};
 use nq_testkit::models::rope;
 use nq_testkit::sessions::{best, chunk, feed, session_spec};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 /// Options for the first adapter; `None`, said in print, where there is none.
@@ -221,6 +225,66 @@ fn sequences_share_pages_and_part() {
     )
     .unwrap();
     assert_eq!(hidden.len(), 3 * config.hidden_size);
+}
+
+/// Greedy tokens are drawn on the device and others on the host, as logits of single sequences have them; sequences
+/// join, and cross from page to page.
+#[test]
+fn sequences_decode_together() {
+    let Some(on) = on_adapter() else { return };
+    let config = small("qwen3", 32, true);
+    let store = Store::random(&config, 8);
+    let [_, engine] = engines(&config, &store, &on);
+    let tokens = text(300, config.vocab_size);
+    let prompts = [&tokens[..122], &tokens[130..137], &tokens[200..201]];
+    let sampler = |slot: usize| {
+        let mut params = SamplingParams::greedy();
+        if slot == 2 {
+            (params.temperature, params.seed) = (0.8, 5);
+        }
+        Sampler::new(params, slot as u64).unwrap()
+    };
+    const DRAWN: [usize; 3] = [14, 14, 8];
+    let alone: Vec<Vec<u32>> = (prompts.iter().enumerate())
+        .map(|(slot, prompt)| {
+            let spec = session_spec(1, 256, KvType::F16, 128);
+            let (mut session, mut sampler) = (engine.session(spec).unwrap(), sampler(slot));
+            let mut row = feed(&mut *session, 0, prompt);
+            let mut drawn = Vec::new();
+            while drawn.len() < DRAWN[slot] {
+                drawn.push(sampler.sample(&row).unwrap());
+                row = feed(&mut *session, 0, &drawn[drawn.len() - 1..]);
+            }
+            drawn
+        })
+        .collect();
+    let mut session = engine
+        .session(session_spec(3, 256, KvType::F16, 128))
+        .unwrap();
+    let mut batch = Batch::new(&mut *session);
+    let mut drawn = vec![Vec::new(); 3];
+    // The third joins last, and leaves first.
+    for slots in [&[0usize, 1][..], &[], &[], &[2]] {
+        let pieces = slots.iter().map(|&slot| Piece {
+            slot,
+            tokens: prompts[slot],
+            then: Some(Continuation {
+                sampler: sampler(slot),
+                tokens: DRAWN[slot],
+            }),
+        });
+        let mut each = |slot: usize, token: nq_runtime::Result<u32>| {
+            drawn[slot].push(token.unwrap());
+            ControlFlow::Continue(())
+        };
+        batch.step(pieces.collect(), &mut each).unwrap();
+        while batch.running() > 0 && slots == [2] {
+            batch.step(Vec::new(), &mut each).unwrap();
+        }
+    }
+    drop(batch);
+    assert_eq!(drawn, alone);
+    assert_eq!([0, 1, 2].map(|slot| session.len(slot)), [135, 20, 8]);
 }
 
 #[test]

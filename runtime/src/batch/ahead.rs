@@ -94,12 +94,17 @@ impl Queue {
 }
 
 impl Batch<'_> {
-    /// True if there is a device and it has rows for all sequences.
+    /// True if there is a device, and it has rows for all sequences and draws as their samplers do.
     pub(super) fn runs_ahead(&mut self, pieces: &[Piece<'_>]) -> bool {
-        let joining = pieces.iter().filter(|p| p.then.is_some()).count();
-        let all = self.members.len() + joining;
-        let device = self.session.ahead();
-        device.is_some_and(|device| all <= device.rows())
+        let Some(device) = self.session.ahead() else {
+            return false;
+        };
+        let members = self.members.iter().map(|m| &m.sampler);
+        let joining = pieces
+            .iter()
+            .filter_map(|p| Some(&p.then.as_ref()?.sampler));
+        let mut all = members.chain(joining);
+        all.clone().count() <= device.rows() && all.all(|sampler| device.draws(sampler))
     }
 
     pub(super) fn step_ahead(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {

@@ -15,6 +15,13 @@ pub trait StepsAhead {
     /// Most steps to queue ahead of the tokens that the host has received.
     fn depth(&self) -> usize;
 
+    /// True if the device draws as `sampler` does. Where it does not for a sequence, the batch's steps are not queued here:
+    /// their logits come to the host.
+    fn draws(&self, sampler: &Sampler) -> bool {
+        let _ = sampler;
+        true
+    }
+
     /// Refuses tokens and samplers that [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`]
     /// cannot take.
     ///

@@ -5,34 +5,54 @@
 @group(0) @binding(0) var<uniform> step: Step;
 @group(0) @binding(1) var<storage, read> batch: array<u32>;
 @group(0) @binding(2) var<storage, read_write> attended: array<f32>; // [rows, HEADS, DIM]
-@group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM]
-@group(0) @binding(4) var<storage, read_write> softmax: array<vec2<f32>>; // [rows, HEADS, splits]: greatest score, sum
+@group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]: sums, greatest score, sum of weights
 
 #if COMBINE
+var<workgroup> weights: array<f32, SPLITS>;
+var<workgroup> totals: array<f32, SPLITS>;
+
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-    let at = (group.x * HEADS + group.y) * step.splits;
-    // Parts behind the row's position hold nothing, with a sum of 0.
+    let head = group.x * HEADS + group.y;
+    let at = head * step.splits * (DIM + 2u);
+    if (index < SPLITS) {
+        // Parts behind the row's position hold nothing, with a sum of 0; so do those that do not exist.
+        let part = at + min(index, step.splits - 1u) * (DIM + 2u) + DIM;
+        weights[index] = select(NOTHING, parts[part], index < step.splits);
+        totals[index] = select(0.0, parts[part + 1u], index < step.splits);
+    }
+    workgroupBarrier();
     var most = NOTHING;
-    for (var s = 0u; s < step.splits; s++) {
-        most = max(most, softmax[at + s].x);
+    for (var s = 0u; s < SPLITS; s++) {
+        most = max(most, weights[s]);
     }
     var sum = 0.0;
-    for (var s = 0u; s < step.splits; s++) {
-        sum += softmax[at + s].y * exp(softmax[at + s].x - most);
+    for (var s = 0u; s < SPLITS; s++) {
+        sum += totals[s] * exp(weights[s] - most);
     }
+    workgroupBarrier();
+    if (index < SPLITS) {
+        weights[index] = select(0.0, exp(weights[index] - most) / sum, index < step.splits);
+    }
+    workgroupBarrier();
     for (var i = index; i < DIM; i += 64u) {
         var value = 0.0;
-        for (var s = 0u; s < step.splits; s++) {
-            value += parts[(at + s) * DIM + i] * exp(softmax[at + s].x - most);
+        for (var s = 0u; s < step.splits; s += 8u) {
+            // Eight are on their way at once.
+#for s in 8
+            let value$s = parts[at + min(s + $su, step.splits - 1u) * (DIM + 2u) + i];
+#end
+#for s in 8
+            value += value$s * weights[min(s + $su, SPLITS - 1u)];
+#end
         }
-        attended[(group.x * HEADS + group.y) * DIM + i] = value / sum;
+        attended[head * DIM + i] = value;
     }
 }
 #else
-@group(0) @binding(5) var<storage, read> qkv: array<vec4<f32>>;
-@group(0) @binding(6) var<storage, read> keys: array<vec4<u32>>;
-@group(0) @binding(7) var<storage, read> values: array<u32>;
+@group(0) @binding(4) var<storage, read> qkv: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read> keys: array<vec4<u32>>;
+@group(0) @binding(6) var<storage, read> values: array<u32>;
 
 var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
 var<workgroup> scores: array<f32, QUERIES * 64>;
@@ -161,11 +181,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
                     attended[at * DIM + 2u * pair] = sum$j.x / total[query];
                     attended[at * DIM + 2u * pair + 1u] = sum$j.y / total[query];
                 } else {
-                    let to = at * step.splits + split;
-                    parts[to * DIM + 2u * pair] = sum$j.x;
-                    parts[to * DIM + 2u * pair + 1u] = sum$j.y;
+                    let to = (at * step.splits + split) * (DIM + 2u);
+                    parts[to + 2u * pair] = sum$j.x;
+                    parts[to + 2u * pair + 1u] = sum$j.y;
                     if (pair == 0u) {
-                        softmax[to] = vec2<f32>(greatest[query], total[query]);
+                        parts[to + DIM] = greatest[query];
+                        parts[to + DIM + 1u] = total[query];
                     }
                 }
             }

@@ -2,11 +2,10 @@
 
 @group(0) @binding(0) var<uniform> step: Step;
 @group(0) @binding(1) var<storage, read> batch: array<u32>;
-@group(0) @binding(2) var<storage, read> turns: array<vec2<f32>>;   // [rows, TURNED / 2], cosines and sines
-@group(0) @binding(3) var<storage, read> vectors: array<f32>;       // biases of all heads; gains of q and k
-@group(0) @binding(4) var<storage, read_write> qkv: array<f32>;
-@group(0) @binding(5) var<storage, read_write> keys: array<u32>;    // [pages, KV_HEADS, PAGE, DIM / 2], pairs of f16
-@group(0) @binding(6) var<storage, read_write> values: array<u32>;
+@group(0) @binding(2) var<storage, read> vectors: array<f32>;       // biases of all heads; gains of q and k
+@group(0) @binding(3) var<storage, read_write> qkv: array<f32>;
+@group(0) @binding(4) var<storage, read_write> keys: array<u32>;    // [pages, KV_HEADS, PAGE, DIM / 2], pairs of f16
+@group(0) @binding(5) var<storage, read_write> values: array<u32>;
 
 var<workgroup> head_values: array<f32, DIM>;
 var<workgroup> sums: array<f32, 64>;
@@ -47,7 +46,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     workgroupBarrier();
     if (!is_value) {
         for (var i = index; i < TURNED / 2u; i += 64u) {
-            let turn = turns[row * (TURNED / 2u) + i];
+            let at = step.turns_at + row * TURNED + 2u * i;
+            let turn = vec2<f32>(bitcast<f32>(batch[at]), bitcast<f32>(batch[at + 1u]));
             let a = head_values[i];
             let b = head_values[i + TURNED / 2u];
             head_values[i] = a * turn.x - b * turn.y;

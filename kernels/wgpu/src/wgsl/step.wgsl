@@ -7,5 +7,5 @@ struct Step {
     tiles_at: u32,    // where tiles, wanted rows and page tables begin in `batch`
     wanted_at: u32,
     tables_at: u32,
-    wanted: u32,      // rows that go through the head
+    turns_at: u32,    // where cosines and sines begin: [rows, half of the values of a head that turn, 2]
 }

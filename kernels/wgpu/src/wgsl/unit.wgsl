@@ -49,41 +49,59 @@ fn scale_of(row: u32, unit: u32, half: u32) -> vec2<f32> {
 }
 
 #else
+// A unit's words: the low bits of its codes, and behind them higher ones.
+alias Words = array<vec4<u32>, WORDS4 + HIGH_WORDS>;
+
+fn unit_words(row: u32, unit: u32) -> Words {
+    var words: Words;
+    let at = row * slice.units + unit;
+#for i in WORDS4
+    words[$i] = codes[WORDS4 * at + $iu];
+#end
+#if BITS5
+    words[1].x = high[at];
+#end
+#if BITS6
+    words[1].x = high[2u * at];
+    words[1].y = high[2u * at + 1u];
+#end
+    return words;
+}
+
 // A unit's codes, four to a word, in the order of inputs.
 alias Raw = array<u32, 8>;
 
-fn raw_unit(row: u32, unit: u32) -> Raw {
+fn unpacked(words: Words) -> Raw {
     var raw: Raw;
-    let at = row * slice.units + unit;
 #if BITS8
 #for i in 2
-    let words$i = codes[2u * at + $iu];
 #for c in 4
-    raw[4 * $i + $c] = words$i[$c];
+    raw[4 * $i + $c] = words[$i][$c];
 #end
 #end
 #else
-    let words = codes[at];
 #for i in 4
-    raw[2 * $i] = words[$i] & 0x0f0f0f0fu;
-    raw[2 * $i + 1] = (words[$i] >> 4u) & 0x0f0f0f0fu;
+    raw[2 * $i] = words[0][$i] & 0x0f0f0f0fu;
+    raw[2 * $i + 1] = (words[0][$i] >> 4u) & 0x0f0f0f0fu;
 #end
 #if BITS5
-    let upper = high[at];
 #for j in 8
-    raw[$j] |= ((upper >> $ju) & 0x01010101u) << 4u;
+    raw[$j] |= ((words[1].x >> $ju) & 0x01010101u) << 4u;
 #end
 #end
 #if BITS6
 #for i in 2
-    let upper$i = high[2u * at + $iu];
 #for c in 4
-    raw[4 * $i + $c] |= ((upper$i >> (2u * $cu)) & 0x03030303u) << 4u;
+    raw[4 * $i + $c] |= ((words[1][$i] >> (2u * $cu)) & 0x03030303u) << 4u;
 #end
 #end
 #end
 #end
     return raw;
+}
+
+fn raw_unit(row: u32, unit: u32) -> Raw {
+    return unpacked(unit_words(row, unit));
 }
 
 fn quad(raw: Raw, j: u32) -> vec4<f32> {

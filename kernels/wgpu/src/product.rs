@@ -1,0 +1,272 @@
+//! Products of a session: weights bound to inputs and outputs, and the kernels that multiply with them.
+
+use crate::gpu::Binding::{self, Read, Uniform, Write};
+use crate::gpu::{GRID, Gpu, Grid, Kernel, Pass};
+use crate::linear::{Linear, Slice};
+use crate::pack::{Codes, Form, UNIT};
+use crate::source::KernelSource;
+use nq_formats::Bits;
+use nq_model::DType;
+use nq_runtime::Result;
+use std::collections::HashMap;
+use std::sync::Arc;
+use wgpu::{BindGroup, Buffer};
+
+/// What a product does with its outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Outputs {
+    /// Writes them.
+    Stored,
+    /// Adds them.
+    Added,
+    /// Writes `silu(gate) * up` of two neighbours.
+    Gated,
+}
+
+/// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and
+/// their scales (or gains of their norm), and outputs.
+const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
+
+/// Most rows of a step, whose products read each weight once for all of them.
+pub(crate) const STEP_ROWS: usize = 16;
+
+/// Kernels of products by what they differ in: writing a kernel's text takes longer than a launch.
+pub(crate) type ProductKernels = HashMap<(Form, bool, Outputs, usize), Arc<Kernel>>;
+
+/// A product in a session: its weight bound to inputs and outputs.
+pub(crate) struct BoundProduct {
+    slices: Vec<(Form, usize, BindGroup)>, // with the number of rows
+    outputs: Outputs,
+    rounds: bool,
+}
+
+/// The buffers of a product.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    /// Sizes of the pass.
+    pub(crate) step: &'a Buffer,
+    /// `[rows, inputs]`: f32, or bytes where they are rounded.
+    pub(crate) x: &'a Buffer,
+    /// Scales of rounded inputs, or any buffer.
+    pub(crate) x_scales: &'a Buffer,
+    /// `[rows, outputs]`
+    pub(crate) y: &'a Buffer,
+}
+
+fn bind(gpu: &Gpu, slice: &Slice, operands: Operands<'_>) -> Result<BindGroup> {
+    let buffers = [
+        &slice.codes,
+        &slice.high,
+        &slice.affine,
+        &slice.sizes,
+        operands.step,
+        operands.x,
+        operands.x_scales,
+        operands.y,
+    ];
+    gpu.bind(&BINDINGS, &buffers)
+}
+
+impl BoundProduct {
+    /// Binds `linear`.
+    ///
+    /// # Errors
+    /// [`Error::Device`](nq_runtime::Error::Device).
+    pub(crate) fn new(
+        gpu: &Gpu,
+        linear: &Linear,
+        operands: Operands<'_>,
+        outputs: Outputs,
+    ) -> Result<Self> {
+        let bound = |slice: &Slice| Ok((slice.form, slice.rows, bind(gpu, slice, operands)?));
+        Ok(BoundProduct {
+            slices: linear.slices.iter().map(bound).collect::<Result<_>>()?,
+            outputs,
+            rounds: linear.rounds,
+        })
+    }
+
+    /// Adds the product of `rows` rows to `pass`; kernels for as many come from `known` if they are there.
+    ///
+    /// # Errors
+    /// [`Error::Device`](nq_runtime::Error::Device) if the driver refuses a kernel for as many rows.
+    pub(crate) fn launch(
+        &self,
+        gpu: &Gpu,
+        pass: &mut Pass<'_>,
+        rows: usize,
+        known: &mut ProductKernels,
+    ) -> Result<()> {
+        for (form, outputs, bound) in &self.slices {
+            let key = (*form, self.rounds, self.outputs, bucket(rows));
+            let kernel = match known.get(&key) {
+                Some(kernel) => Arc::clone(kernel),
+                None => {
+                    let source = source(form, self.rounds, self.outputs);
+                    let source = shaped(source, gpu, self.rounds, rows);
+                    let kernel = gpu.kernel(&source, &BINDINGS)?;
+                    known.insert(key, Arc::clone(&kernel));
+                    kernel
+                }
+            };
+            let grid = match rows <= STEP_ROWS {
+                true => {
+                    let groups = outputs.div_ceil(4 * together(bucket(rows), self.rounds));
+                    Grid::new(groups.min(GRID), groups.div_ceil(GRID))
+                }
+                false => Grid::new(outputs.div_ceil(64), rows.div_ceil(64)),
+            };
+            pass.launch(&kernel, bound, grid);
+        }
+        Ok(())
+    }
+}
+
+/// The product of a step of one row, whose kernels normalize and round their inputs themselves.
+pub(crate) struct RowProduct {
+    slices: Vec<(Arc<Kernel>, BindGroup, Grid)>,
+}
+
+/// The buffers of a [`RowProduct`].
+#[derive(Clone, Copy)]
+pub(crate) struct RowOperands<'a> {
+    /// Sizes of the pass.
+    pub(crate) step: &'a Buffer,
+    /// `[inputs]`, in f32.
+    pub(crate) x: &'a Buffer,
+    /// Gains of their RMSNorm, and what it adds to the mean of squares; `None` if there is no norm.
+    pub(crate) norm: Option<(&'a Buffer, f32)>,
+    /// `[outputs]`
+    pub(crate) y: &'a Buffer,
+}
+
+/// Invocations of a workgroup of a [`RowProduct`].
+const ROW_GROUP: usize = 256;
+
+/// Rows of a weight, and units of each, that one of its invocations reads at once.
+const ROW_TOGETHER: usize = 2;
+const ROW_UNROLLED: usize = 2;
+
+/// Workgroups of a [`RowProduct`] at most: about as many as a large GPU runs at once, so that none of them prepares its
+/// inputs for a few rows alone.
+const ROW_GROUPS: usize = 528;
+
+impl RowProduct {
+    /// Binds `linear`; `None` if it does not round inputs, or has more than the adapter's workgroups can hold.
+    ///
+    /// # Errors
+    /// [`Error::Device`](nq_runtime::Error::Device).
+    pub(crate) fn new(
+        gpu: &Gpu,
+        linear: &Linear,
+        operands: RowOperands<'_>,
+        outputs: Outputs,
+    ) -> Result<Option<Self>> {
+        // Bytes, scales and sums of units, and values that invocations exchange.
+        let held = linear.inputs + 8 * (linear.inputs / UNIT) + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
+        if !linear.rounds || held > gpu.limits.max_compute_workgroup_storage_size as usize {
+            return Ok(None);
+        }
+        let lanes = gpu.lanes.unwrap_or(32);
+        let mut slices = Vec::with_capacity(linear.slices.len());
+        for slice in &linear.slices {
+            let mut source = source(&slice.form, true, outputs)
+                .file(include_str!("wgsl/gemv_row.wgsl"))
+                .with("UNITS", slice.form.units)
+                .with("LANES", lanes)
+                .with("PARTS", ROW_GROUP / lanes)
+                .with("TOGETHER", ROW_TOGETHER)
+                .with("UNROLLED", ROW_UNROLLED)
+                .with("TURNS", slice.form.units.div_ceil(lanes * ROW_UNROLLED))
+                .flag("SUBGROUPS", gpu.lanes.is_some())
+                .flag("NORM", operands.norm.is_some());
+            if let Some((_, eps)) = operands.norm {
+                source = source.with_float("EPS", eps);
+            }
+            let bound = Operands {
+                step: operands.step,
+                x: operands.x,
+                x_scales: operands.norm.map_or(operands.x, |(gains, _)| gains),
+                y: operands.y,
+            };
+            let blocks = slice.rows.div_ceil(ROW_GROUP / lanes * ROW_TOGETHER);
+            // As many blocks for each workgroup, or one less.
+            let groups = blocks.div_ceil(blocks.div_ceil(ROW_GROUPS));
+            let kernel = gpu.kernel(&source, &BINDINGS)?;
+            slices.push((kernel, bind(gpu, slice, bound)?, Grid::new(groups, 1)));
+        }
+        Ok(Some(RowProduct { slices }))
+    }
+
+    /// Adds the product of the pass's one row to `pass`.
+    pub(crate) fn launch(&self, pass: &mut Pass<'_>) {
+        for (kernel, bound, grid) in &self.slices {
+            pass.launch(kernel, bound, *grid);
+        }
+    }
+}
+/// The rows for which there is a kernel that serves a step of `rows`; 0 stands for more than a step has.
+fn bucket(rows: usize) -> usize {
+    match rows {
+        0..=STEP_ROWS => rows.next_power_of_two(),
+        _ => 0,
+    }
+}
+
+/// Rows of a weight that an invocation sums together.
+fn together(bucket: usize, rounds: bool) -> usize {
+    match bucket {
+        // More workgroups, whose loads are on their way at the same time.
+        1 if rounds => 2,
+        // Registers for all sums.
+        16 => 2,
+        _ => 4,
+    }
+}
+
+/// Units that an invocation reads at once.
+fn unrolled(bucket: usize, rounds: bool) -> usize {
+    match bucket {
+        1 if rounds => 4,
+        _ => 1,
+    }
+}
+
+/// The kernel of products with weights of this form.
+fn source(form: &Form, rounds: bool, outputs: Outputs) -> KernelSource {
+    let bits = |bits| form.codes == Codes::Integers(bits);
+    let floats = matches!(form.codes, Codes::Floats(_));
+    let flips = bits(Bits::B8) && rounds;
+    KernelSource::new(&[include_str!("wgsl/unit.wgsl")])
+        .with("WORDS4", form.words4())
+        // Codes of 8 bits become signed ones, less by 128, in products with signed bytes.
+        .with("FLIP", if flips { 0x8080_8080 } else { 0 })
+        .with_float("FLIPPED", if flips { 128.0 } else { 0.0 })
+        .flag("FLOATS", floats)
+        .with("HIGH_WORDS", usize::from(form.high_words() > 0))
+        .flag("F32", form.codes == Codes::Floats(DType::F32))
+        .flag("BF16", form.codes == Codes::Floats(DType::BF16))
+        .flag("BITS5", bits(Bits::B5))
+        .flag("BITS6", bits(Bits::B6))
+        .flag("BITS8", bits(Bits::B8))
+        .flag("OFFSETS", form.offsets)
+        .flag("SMALL_GROUPS", !floats && form.shift < 5)
+        .flag("INT8", rounds)
+        .flag("ADDED", outputs == Outputs::Added)
+        .flag("GATED", outputs == Outputs::Gated)
+}
+
+/// The kernel for as many rows.
+fn shaped(source: KernelSource, gpu: &Gpu, rounds: bool, rows: usize) -> KernelSource {
+    match bucket(rows) {
+        0 => source.file(include_str!("wgsl/gemm.wgsl")),
+        bucket => source
+            .file(include_str!("wgsl/gemv.wgsl"))
+            .with("ROWS", bucket)
+            .with("TOGETHER", together(bucket, rounds))
+            .with("UNROLLED", unrolled(bucket, rounds))
+            .with("TOTALS", 4 * together(bucket, rounds) * bucket)
+            .with("GRID", GRID)
+            .flag("SUBGROUPS", gpu.lanes == Some(32)),
+    }
+}

@@ -1,0 +1,228 @@
+// Attention of a row that is the last of its sequence, for up to QUERIES heads of queries that share one of keys and
+// values: a step in which every sequence has one row. Every workgroup prepares its heads for itself: biases, norms of
+// heads, rotation. It reads the pages of one part, 64 keys at a time with an online softmax (arXiv 2205.14135), and the
+// one whose part holds the row's position keeps the key and the value there first. If there are several parts, sums
+// and softmax are left to COMBINE of attention.wgsl.
+
+@group(0) @binding(0) var<uniform> step: Step;
+@group(0) @binding(1) var<storage, read> batch: array<u32>;
+@group(0) @binding(2) var<storage, read_write> attended: array<f32>; // [rows, HEADS, DIM]
+@group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]
+@group(0) @binding(4) var<storage, read> qkv: array<f32>;
+@group(0) @binding(5) var<storage, read> vectors: array<f32>;        // biases of all heads; gains of q and k
+@group(0) @binding(6) var<storage, read_write> keys: array<vec4<u32>>; // [pages, KV_HEADS, PAGE, DIM / 8]
+@group(0) @binding(7) var<storage, read_write> values: array<u32>;     // [pages, KV_HEADS, PAGE, DIM / 2]
+
+// Queries, and behind them the key and the value of the row.
+var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
+var<workgroup> queries: array<vec4<f32>, QUERIES * DIM / 4>;
+// Sums of scores, by the four invocations that share a key.
+var<workgroup> partial: array<f32, QUERIES * 256>;
+var<workgroup> scores: array<f32, QUERIES * 64>;
+var<workgroup> reduced: array<f32, 256>;
+var<workgroup> greatest: array<f32, QUERIES>;
+var<workgroup> total: array<f32, QUERIES>;
+var<workgroup> shrunk: array<f32, QUERIES>;
+var<workgroup> sums: array<vec2<f32>, 256>;
+
+fn pair_of(at: u32) -> u32 {
+    return pack2x16float(vec2<f32>(heads[at], heads[at + 1u]));
+}
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+    let split = group.x;
+    let kv_head = group.y / SHARES;
+    let first_query = group.y % SHARES * QUERIES;
+    let row = group.z;
+    let position = batch[2u * row];
+    let table = step.tables_at + batch[2u * row + 1u];
+    // Queries past the end of the group are computed as its last one, and not written.
+    for (var i = index; i < (QUERIES + 2u) * DIM; i += 256u) {
+        let query = i / DIM;
+        let shared_head = select(HEADS + kv_head, HEADS + KV_HEADS + kv_head, query > QUERIES);
+        let head = select(kv_head * GROUP + min(first_query + query, GROUP - 1u), shared_head, query >= QUERIES);
+        var value = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * DIM + i % DIM];
+#if BIASES
+        value += vectors[head * DIM + i % DIM];
+#end
+        heads[i] = value;
+    }
+    workgroupBarrier();
+#if NORMS
+    {
+        // Sixteen invocations for each query and the key.
+        let query = index / 16u;
+        let normed = query <= QUERIES;
+        var sum = 0.0;
+        if (normed) {
+            for (var i = index % 16u; i < DIM; i += 16u) {
+                let value = heads[query * DIM + i];
+                sum += value * value;
+            }
+        }
+        reduced[index] = sum;
+        workgroupBarrier();
+        if (normed) {
+            sum = 0.0;
+            for (var i = 0u; i < 16u; i++) {
+                sum += reduced[16u * query + i];
+            }
+            let scale = 1.0 / sqrt(sum / f32(DIM) + EPS);
+            let gains = NORMS_AT + select(0u, DIM, query == QUERIES);
+            for (var i = index % 16u; i < DIM; i += 16u) {
+                heads[query * DIM + i] *= scale * vectors[gains + i];
+            }
+        }
+        workgroupBarrier();
+    }
+#end
+    for (var i = index; i < (QUERIES + 1u) * TURNED / 2u; i += 256u) {
+        let at = i / (TURNED / 2u) * DIM + i % (TURNED / 2u);
+        let turn = step.turns_at + row * TURNED + 2u * (i % (TURNED / 2u));
+        let cosine = bitcast<f32>(batch[turn]);
+        let sine = bitcast<f32>(batch[turn + 1u]);
+        let a = heads[at];
+        let b = heads[at + TURNED / 2u];
+        heads[at] = a * cosine - b * sine;
+        heads[at + TURNED / 2u] = b * cosine + a * sine;
+    }
+    workgroupBarrier();
+    let begin = split * step.split_pages * PAGE;
+    let end = min(position + 1u, begin + step.split_pages * PAGE);
+    if (end == position + 1u && begin <= position) {
+        // Workgroups with other queries of the group write the same.
+        let page = batch[table + position / PAGE];
+        let place = (page * KV_HEADS + kv_head) * PAGE + position % PAGE;
+        for (var i = index; i < DIM / 8u; i += 256u) {
+            keys[place * (DIM / 8u) + i] = vec4<u32>(pair_of(QUERIES * DIM + 8u * i), pair_of(QUERIES * DIM + 8u * i + 2u),
+                pair_of(QUERIES * DIM + 8u * i + 4u), pair_of(QUERIES * DIM + 8u * i + 6u));
+        }
+        for (var i = index; i < DIM / 2u; i += 256u) {
+            values[place * (DIM / 2u) + i] = pair_of((QUERIES + 1u) * DIM + 2u * i);
+        }
+    }
+    for (var i = index; i < QUERIES * DIM / 4u; i += 256u) {
+        queries[i] = vec4<f32>(heads[4u * i], heads[4u * i + 1u], heads[4u * i + 2u], heads[4u * i + 3u]) * SCALE;
+    }
+    if (index < QUERIES) {
+        greatest[index] = NOTHING;
+        total[index] = 0.0;
+    }
+    storageBarrier();
+    workgroupBarrier();
+
+    let pair = index % PAIRS;
+    let share = index / PAIRS;
+#for q in QUERIES
+    var sum$q = vec2<f32>();
+#end
+    for (var base = begin; base < end; base += 64u) {
+        let place = (batch[table + base / PAGE] * KV_HEADS + kv_head) * PAGE + base % PAGE;
+        let count = min(64u, end - base);
+        // Four neighbours share a key. Keys past the end are read as the last one, and do not count.
+        let key = index / 4u;
+        let quarter = index % 4u;
+#for n in PER_QUARTER
+        let key_words$n = keys[(place + min(key, count - 1u)) * (DIM / 8u) + min(4u * $nu + quarter, DIM / 8u - 1u)];
+#end
+        // Values are on their way at the same time.
+#for k in PER_SHARE
+        let value_words$k = values[(place + min(share * PER_SHARE + $ku, count - 1u)) * PAIRS + pair];
+#end
+#for q in QUERIES
+        var score$q = 0.0;
+#end
+#for n in PER_QUARTER
+        if (4u * $nu + quarter < DIM / 8u) {
+            let at = 2u * (4u * $nu + quarter);
+            let a = vec4<f32>(unpack2x16float(key_words$n.x), unpack2x16float(key_words$n.y));
+            let b = vec4<f32>(unpack2x16float(key_words$n.z), unpack2x16float(key_words$n.w));
+#for q in QUERIES
+            score$q += dot(queries[$qu * (DIM / 4u) + at], a) + dot(queries[$qu * (DIM / 4u) + at + 1u], b);
+#end
+        }
+#end
+#for q in QUERIES
+        partial[256u * $qu + index] = score$q;
+#end
+        workgroupBarrier();
+        for (var i = index; i < QUERIES * 64u; i += 256u) {
+            let score = partial[4u * i] + partial[4u * i + 1u] + partial[4u * i + 2u] + partial[4u * i + 3u];
+            scores[i] = select(NOTHING, score, i % 64u < count);
+        }
+        workgroupBarrier();
+        // Eight invocations for each query.
+        let query = min(index / 8u, QUERIES - 1u);
+        var most = NOTHING;
+        for (var i = 0u; i < 8u; i++) {
+            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
+        }
+        reduced[index] = most;
+        workgroupBarrier();
+        most = greatest[query];
+        for (var i = 0u; i < 8u; i++) {
+            most = max(most, reduced[index / 8u * 8u + i]);
+        }
+        workgroupBarrier();
+        var sum = 0.0;
+        if (index < 8u * QUERIES) {
+            for (var i = 0u; i < 8u; i++) {
+                let at = query * 64u + index % 8u * 8u + i;
+                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
+                scores[at] = weight;
+                sum += weight;
+            }
+        }
+        reduced[index] = sum;
+        workgroupBarrier();
+        if (index < 8u * QUERIES && index % 8u == 0u) {
+            let shrinks = exp(greatest[query] - most);
+            var all = total[query] * shrinks;
+            for (var i = 0u; i < 8u; i++) {
+                all += reduced[index + i];
+            }
+            total[query] = all;
+            shrunk[query] = shrinks;
+            greatest[query] = most;
+        }
+        workgroupBarrier();
+#for q in QUERIES
+        sum$q *= shrunk[$q];
+#end
+#for k in PER_SHARE
+        if (share * PER_SHARE + $ku < 64u) {
+            let value = unpack2x16float(value_words$k);
+#for q in QUERIES
+            sum$q += value * scores[$qu * 64u + share * PER_SHARE + $ku];
+#end
+        }
+#end
+        workgroupBarrier();
+    }
+#for q in QUERIES
+    sums[index] = sum$q;
+    workgroupBarrier();
+    if (index < PAIRS && first_query + $qu < GROUP) {
+        var both = vec2<f32>();
+        for (var s = 0u; s < VALUE_SHARES; s++) {
+            both += sums[s * PAIRS + index];
+        }
+        let at = row * HEADS + kv_head * GROUP + first_query + $qu;
+        if (step.splits == 1u) {
+            both /= total[$q];
+            attended[at * DIM + 2u * index] = both.x;
+            attended[at * DIM + 2u * index + 1u] = both.y;
+        } else {
+            let to = (at * step.splits + split) * (DIM + 2u);
+            parts[to + 2u * index] = both.x;
+            parts[to + 2u * index + 1u] = both.y;
+            if (index == 0u) {
+                parts[to + DIM] = greatest[$q];
+                parts[to + DIM + 1u] = total[$q];
+            }
+        }
+    }
+    workgroupBarrier();
+#end
+}
