@@ -30,9 +30,9 @@ pub const CONV: usize = delta_state::CONV;
 const KEPT: usize = MOST_RUN * (2 * DELTA_DIM + 4);
 /// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
-/// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta_step.cu`
-/// fours of each thread.
-pub const MOST_RATE_INPUTS: usize = 4 * 4 * 4 * DELTA_DIM;
+/// Most inputs of the projections of rates that steps compute where they need them: blocks of `cuda/delta_step.cu` have
+/// 8 bytes of shared memory for each.
+pub const MOST_RATE_INPUTS: usize = 64 * DELTA_DIM;
 const _: () = assert!(INPUTS >= MOST_RUN + CONV - 1);
 
 /// Sizes of [`DeviceStates`].
