@@ -61,6 +61,8 @@ constexpr int LEAST_SPLIT = 256;
 constexpr int LEAST_PART = PAGE;
 // Parts of a context, at most.
 constexpr int MOST_SPLITS = 64;
+// Query heads of a key/value head, at most.
+constexpr int MOST_HEADS = 8;
 // Rows of one sequence, at most.
 constexpr int MOST_RUN = 16;
 // Pages that each of `splits` parts of `pages` has, the last of them fewer.
@@ -108,7 +110,7 @@ struct AttentionShared : ScalesShared<INT8, AttentionBlock<DIM>::WARPS>, JobsSha
     __half fresh_scale[2][ROWS];
     float top[WARPS][8];
     float sum[WARPS][8];
-    float share[8][MOST_SPLITS];       // of the parts in a head's result
+    float share[MOST_HEADS][MOST_SPLITS];       // of the parts in a head's result
     bool last;
 };
 // What the launcher asks for.
@@ -535,28 +537,36 @@ struct SplitAttention {
         return sm.last;
     }
 
-    // Each part's share in a head's result, a head at a time by a warp.
+    // Each part's share in a head's result, a head at a time by a warp, which asks for those of all its heads first.
     DEVICE void weigh_parts(int joined) {
-        for (int head = warp; head < heads; head += WARPS) {
-            constexpr int EACH = MOST_SPLITS / 32;
-            float2 part[EACH];
-            float peak = -INFINITY, sum = 0.f;
+        constexpr int EACH = MOST_SPLITS / 32, HEADS = MOST_HEADS / WARPS;
+        float2 part[HEADS][EACH];
+#pragma unroll
+        for (int n = 0; n < HEADS; n++) {
+            const int head = warp + n * WARPS;
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 const int j = 32 * i + lane;
-                part[i] = j < joined ? __ldcg(p.tops + size_t(head0 + head) * p.parts + part_at(j)) : make_float2(-INFINITY, 0.f);
-                peak = fmaxf(peak, part[i].x);
+                const bool there = head < heads && j < joined;
+                part[n][i] = there ? __ldcg(p.tops + size_t(head0 + head) * p.parts + part_at(j)) : make_float2(-INFINITY, 0.f);
             }
+        }
+#pragma unroll
+        for (int n = 0; n < HEADS; n++) {
+            if (warp + n * WARPS >= heads) break;
+            float peak = -INFINITY, sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) peak = fmaxf(peak, part[n][i].x);
 #pragma unroll
             for (int m = 16; m > 0; m >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, m));
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                part[i].x = exp2f(part[i].x - peak);
-                sum = fmaf(part[i].x, part[i].y, sum);
+                part[n][i].x = exp2f(part[n][i].x - peak);
+                sum = fmaf(part[n][i].x, part[n][i].y, sum);
             }
             const float inv = 1.f / warp_sum(sum);
 #pragma unroll
-            for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
+            for (int i = 0; i < EACH; i++) sm.share[warp + n * WARPS][32 * i + lane] = part[n][i].x * inv;
         }
         __syncthreads();
     }
@@ -569,12 +579,20 @@ struct SplitAttention {
             const int head = i / (DIM / 4);
             const float4* from = partial + size_t(head) * p.parts * (DIM / 4) + i % (DIM / 4);
             float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 16
-            for (int j = 0; j < joined; j++) {
-                const float4 part = __ldcg(from + part_at(j) * (DIM / 4));
-                const float f = sm.share[head][j];
-                v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
-                v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
+            constexpr int AT_ONCE = 8;   // parts that are on their way together
+#pragma unroll 1
+            for (int first = 0; first < joined; first += AT_ONCE) {
+                float4 part[AT_ONCE];
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++)
+                    if (first + j < joined) part[j] = __ldcg(from + part_at(first + j) * (DIM / 4));
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) {
+                    if (first + j >= joined) break;
+                    const float f = sm.share[head][first + j];
+                    v.x = fmaf(f, part[j].x, v.x), v.y = fmaf(f, part[j].y, v.y);
+                    v.z = fmaf(f, part[j].z, v.z), v.w = fmaf(f, part[j].w, v.w);
+                }
             }
             if constexpr (Of::GATED) {
                 const float4 gate = __ldcg(reinterpret_cast<const float4*>(gates_at(4 * i)));
