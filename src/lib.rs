@@ -81,6 +81,8 @@ mod fit;
 #[cfg(feature = "cli")]
 mod flags;
 #[cfg(feature = "cli")]
+mod heat;
+#[cfg(feature = "cli")]
 mod machine;
 #[cfg(feature = "cli")]
 mod model;

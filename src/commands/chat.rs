@@ -12,6 +12,7 @@ use crate::chat::repl::{Figures, Repl, Totals};
 use crate::demo;
 use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
+use crate::heat;
 use crate::library::Error;
 use crate::model::{self, ToRun};
 use crate::sight::SightBytes;
@@ -427,6 +428,7 @@ fn load(
     }
     model::note_growth(checkpoint, terminal);
     let engine = adapters::load(checkpoint, loras, options, terminal)?;
+    heat::keep(checkpoint, engine.as_ref(), terminal)?;
     if global.verbose
         && let Some(memory) = engine.device_memory(spec).filter(|m| !m.on_host)
     {

@@ -6,6 +6,7 @@ use crate::adapters::check_device;
 use crate::at_load::{self, at_load, sight};
 use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{AdapterArg, Global};
+use crate::heat;
 use crate::library::Error;
 use crate::model;
 use crate::sight::SightBytes;
@@ -225,6 +226,7 @@ impl Loadable {
             engine = engine.with_adapters(&loras, &[])?;
         }
         drop(loras);
+        heat::keep(&self.checkpoint, engine.as_ref(), &*self.terminal)?;
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
         // Before the session takes its share of what is free.
