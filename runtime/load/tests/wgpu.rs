@@ -252,7 +252,8 @@ fn sequences_decode_together() {
             let mut row = feed(&mut *session, 0, prompt);
             let mut drawn = Vec::new();
             while drawn.len() < DRAWN[slot] {
-                drawn.push(sampler.sample(&row).unwrap());
+                let last = &row[row.len() - config.vocab_size..];
+                drawn.push(sampler.sample(last).unwrap());
                 row = feed(&mut *session, 0, &drawn[drawn.len() - 1..]);
             }
             drawn
