@@ -308,7 +308,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Doctor => commands::doctor::run(&global),
         Command::Synth(args) => commands::synth::run(&args, &global),
         Command::Man { folder } => {
-            clap_mangen::generate_to(program(), &folder)
+            clap_mangen::generate_to(manual(), &folder)
                 .with_context(|| format!("{}: write manual pages", folder.display()))?;
             Ok(ExitCode::SUCCESS)
         }
@@ -319,6 +319,12 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// The command line as manual pages show it: with the help of every flag, also of those that `-h` leaves out.
+fn manual() -> clap::Command {
+    let whole = |command: clap::Command| command.mut_args(|arg| arg.hide_short_help(false));
+    whole(program()).mut_subcommands(whole)
 }
 
 /// The version with the features of this build, as `--version` prints it.

@@ -83,6 +83,26 @@ fn models_are_listed_and_removed_by_name() {
     );
 }
 
+/// A manual page has the help of every flag, also of those that `-h` leaves out.
+#[test]
+fn manual_pages_explain_every_flag() {
+    let home = tempfile::tempdir().unwrap();
+    let pages = home.path().join("man");
+    std::fs::create_dir(&pages).unwrap();
+    let out = nq(home.path(), &["man", pages.to_str().unwrap()]);
+    assert!(out.status.success(), "{out:?}");
+    let page = std::fs::read_to_string(pages.join("nq-quantize.1")).unwrap();
+    let simple = page.split("\\-\\-simple\\fR\n").nth(1).unwrap();
+    assert!(simple.starts_with("One scheme for all layers"), "{simple}");
+    for page in std::fs::read_dir(&pages).unwrap() {
+        let text = std::fs::read_to_string(page.unwrap().path()).unwrap();
+        for flag in text.split("\n.TP\n\\fB").skip(1) {
+            let explained = flag.lines().nth(1).is_some_and(|help| !help.is_empty());
+            assert!(explained, "{flag}");
+        }
+    }
+}
+
 #[test]
 fn completions_are_printed_for_every_shell() {
     let home = tempfile::tempdir().expect("a folder");

@@ -80,7 +80,7 @@ fn verdict(section: &Section<'_>, reference: &Reference, several: bool) -> Optio
         ));
     }
     let mean = plus_minus(c.kld.mean, errors.kld);
-    let beside = beside(c.kld.mean) + &of_size(section.bits_per_weight);
+    let beside = beside(c.kld.mean) + &of_size(section.bits_per_weight, c.kld.mean);
     if several {
         return Some(format!(
             "{name}: mean KL divergence {mean} from {source}, {beside}."
@@ -124,20 +124,22 @@ fn beside(kld: f64) -> String {
     }
 }
 
-/// Says what the file of the yardstick that is nearest in size has, if one is of about this size.
-fn of_size(bits: f64) -> String {
+/// Says which file of the yardstick is nearest in size, if one is of about this size, and what it has, unless that is like this
+/// divergence.
+fn of_size(bits: f64, kld: f64) -> String {
     let apart = |r: &Rung| (bits / r.bits).max(r.bits / bits);
     let nearest = YARDSTICK
         .iter()
         .min_by(|a, b| apart(a).total_cmp(&apart(b)));
     nearest
         .filter(|r| apart(r) <= ALIKE)
-        .map_or_else(String::new, |r| {
-            format!(
+        .map_or_else(String::new, |r| match (r.low..=r.high).contains(&kld) {
+            true => format!("; {} has about its {bits:.1} bits per weight too", r.name),
+            false => format!(
                 "; at about its {bits:.1} bits per weight, llama.cpp's {} has {}",
                 r.name,
                 range(r)
-            )
+            ),
         })
 }
 
@@ -198,12 +200,16 @@ mod tests {
     #[test]
     fn files_are_compared_with_those_of_their_size() {
         assert_eq!(
-            of_size(4.9),
+            of_size(4.9, 0.01),
             "; at about its 4.9 bits per weight, llama.cpp's Q4_K_M has 0.0149 to 0.0325"
         );
-        assert!(of_size(8.1).contains("Q8_0") && of_size(4.4).contains("Q3_K_M"));
-        assert_eq!(of_size(3.4), "");
-        assert_eq!(of_size(16.0), "");
+        assert_eq!(
+            of_size(4.9, 0.02),
+            "; Q4_K_M has about its 4.9 bits per weight too"
+        );
+        assert!(of_size(8.1, 1.0).contains("Q8_0") && of_size(4.4, 1.0).contains("Q3_K_M"));
+        assert_eq!(of_size(3.4, 1.0), "");
+        assert_eq!(of_size(16.0, 1.0), "");
     }
 
     #[test]

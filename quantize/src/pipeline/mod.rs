@@ -16,6 +16,7 @@ mod kept;
 mod layers;
 mod pace;
 mod plan;
+mod rehearsal;
 mod search;
 mod state;
 mod texts;

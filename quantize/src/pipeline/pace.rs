@@ -1,21 +1,15 @@
 //! How long work takes on a device: seconds of a unit of each kind of work, until a run has shown its own pace.
 //!
-//! A CPU's follow from the speed of a product, measured for a moment, and from the cost of each other kind of work in such
-//! products, estimated from runs of Qwen3-0.6B and the demo model on two cores (`2026-11-26-cpu-quantize.csv`). The search
-//! of trellises, whose speed in products differs between CPUs, is measured itself. A GPU's are
-//! those of runs on an H200 (`2026-11-23-gpu-quantize.csv`, `2026-11-26-trellis-gptq-8b.csv`,
+//! A CPU's are those of a [`Rehearsal`], in which each kind was done for a moment; the search of trellises is timed likewise.
+//! A GPU's are those of runs on an H200 (`2026-11-23-gpu-quantize.csv`, `2026-11-26-trellis-gptq-8b.csv`,
 //! `2026-11-26-gpu-gptq-27b.csv`), by the number of its multiprocessors.
 
+use super::rehearsal::{Rehearsal, seconds};
 use crate::error::Result;
-use crate::memory;
 use crate::trellis::Trellis;
 use nq_formats::trellis::{Code, SEQUENCE};
 use nq_formats::{Checkpoint, TrellisScheme};
-use nq_kernels::Isa;
-use nq_kernels::matrix::{ProductTarget, Threads, View, multiply};
 use nq_load::gpu;
-use nq_model::DType;
-use std::time::Instant;
 
 /// Seconds of a unit of work.
 #[derive(Clone, Copy, Debug)]
@@ -27,10 +21,12 @@ pub(super) struct StagePace {
     pub(super) hashed: f64,
     pub(super) loaded: f64,
     pub(super) written: f64,
-    /// A step of sampling, for each byte of the weights that it reads, and for each multiplication.
+    /// A step of sampling, for each byte of the weights that it reads, each multiplication, and each logit that tokens are
+    /// drawn from.
     step: f64,
     step_byte: f64,
     sampled: f64,
+    drawn: f64,
     /// A layer that runs over calibration text, for each of its weights, and for each multiplication.
     layer: f64,
     weight: f64,
@@ -56,6 +52,17 @@ pub(super) struct TextPass {
     pub(super) multiplications: f64,
 }
 
+/// The work of sampling text.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SamplingWork {
+    /// Steps, and the bytes of weights that each reads.
+    pub(super) steps: f64,
+    pub(super) bytes: f64,
+    pub(super) multiplications: f64,
+    /// Logits that tokens are drawn from.
+    pub(super) logits: f64,
+}
+
 /// The work of rounding weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoundingWork {
@@ -67,22 +74,11 @@ pub(super) struct RoundingWork {
     pub(super) paths: f64,
 }
 
-/// Multiplications in whose time a CPU does other work: hashes and loads a byte; searches the range of a weight; corrects a
-/// column for its error.
-const HASHED: f64 = 30.0;
-const LOADED: f64 = 150.0;
-const FITTED: f64 = 3500.0;
-const COLUMN: f64 = 4.7;
-
-/// Shares of a product's speed that stages reach, estimated from the times of runs of Qwen3-0.6B on two cores: of those
-/// that multiply bf16 weights, on a CPU that has such products first.
-const SAMPLING: [f64; 2] = [1.1, 0.6];
-const LAYERS: [f64; 2] = [1.05, 0.7];
-const MEASURING: f64 = 2.0; // in 8-bit products
-const SENSITIVITY: f64 = 0.7;
-/// Gathering statistics, and running a layer: multiplications of each that the layer counts.
-const GATHERED: f64 = 1.35;
-const RUN: f64 = 0.65;
+/// Other work of a CPU, in times that it takes to correct a column for a weight's error: to search the range of a weight; to
+/// hash and to load a byte (`2026-11-26-cpu-quantize.csv`).
+pub(super) const FITTED: f64 = 745.0;
+const HASHED: f64 = 6.4;
+const LOADED: f64 = 32.0;
 
 /// The time of a search for a weight's path, in times of one in 4 bits by the code octagon, by code and bits
 /// (`2026-11-26-trellis-encoding-cpu.csv`).
@@ -103,50 +99,33 @@ pub(super) fn paths(scheme: TrellisScheme) -> f64 {
 const H200: f64 = 132.0;
 
 impl StagePace {
-    /// That of a GPU by its ordinal, or of the CPU; with `trellises` of one that searches them.
+    /// The pace of a CPU, with `trellises` of one that searches them.
     ///
     /// # Errors
-    /// An absent GPU.
-    pub(super) fn new(
-        gpu: Option<usize>,
-        checkpoint: &Checkpoint,
-        trellises: bool,
-    ) -> Result<Self> {
-        if let Some(gpu) = gpu {
-            return Ok(StagePace::of_gpu(gpu::multiprocessors(gpu)?, checkpoint));
-        }
-        let path = if trellises { path()? } else { 0.0 };
+    /// None, unless the code of trellises is wrong.
+    pub(super) fn of_cpu(rehearsal: &Rehearsal, trellises: bool) -> Result<Self> {
+        let column = rehearsal.column;
         Ok(StagePace {
-            path,
-            ..StagePace::of_cpu(speed(), checkpoint)
-        })
-    }
-
-    /// The pace of a CPU whose products do `speed` multiplications per second, and that searches no trellises.
-    fn of_cpu(speed: f64, checkpoint: &Checkpoint) -> Self {
-        let bf16 = memory::dense_type(checkpoint) == DType::BF16;
-        let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
-        let one = 1.0 / speed;
-        StagePace {
             together: None,
             on_cpu: true,
-            hashed: HASHED * one,
-            loaded: LOADED * one,
+            hashed: HASHED * column,
+            loaded: LOADED * column,
             written: 1e-9,
             step: 0.0,
             step_byte: 0.0,
-            sampled: one / SAMPLING[slower],
+            sampled: rehearsal.sampled,
+            drawn: rehearsal.drawn,
             layer: 0.0,
             weight: 0.0,
-            run: RUN * one / LAYERS[slower],
-            gathering: GATHERED / RUN,
-            probed: one / SENSITIVITY,
-            measured: one / MEASURING,
-            logit: 0.0,
-            fitted: FITTED * one,
-            column: COLUMN * one,
-            path: 0.0,
-        }
+            run: rehearsal.run,
+            gathering: rehearsal.gathered / rehearsal.run,
+            probed: rehearsal.exact,
+            measured: rehearsal.compared,
+            logit: rehearsal.scored / 2.0,
+            fitted: FITTED * column,
+            column,
+            path: if trellises { path()? } else { 0.0 },
+        })
     }
 
     /// The pace of a GPU with so many multiprocessors.
@@ -163,6 +142,7 @@ impl StagePace {
             step: 0.7e-3 * slower,
             step_byte: 0.23e-12 * slower,
             sampled: 0.0,
+            drawn: 0.0,
             layer: 0.04,
             weight: 2e-9 * slower,
             run: 2e-14 * slower,
@@ -176,9 +156,11 @@ impl StagePace {
         }
     }
 
-    /// Seconds of sampling in so many steps, each of which reads `bytes` of weights.
-    pub(super) fn sample(&self, steps: f64, bytes: f64, multiplications: f64) -> f64 {
-        steps * (self.step + self.step_byte * bytes) + self.sampled * multiplications
+    /// Seconds of sampling.
+    pub(super) fn sample(&self, work: SamplingWork) -> f64 {
+        work.steps * (self.step + self.step_byte * work.bytes)
+            + self.sampled * work.multiplications
+            + self.drawn * work.logits
     }
 
     /// Seconds of a pass.
@@ -202,22 +184,6 @@ impl StagePace {
     }
 }
 
-/// Side of the product whose speed is measured, and seconds for which it is.
-const SIDE: usize = 1024;
-const MOMENT: f64 = 0.2;
-
-/// Seconds of `work`, on average over a moment: other programs may take a part of the machine, as they will while the run
-/// takes place.
-fn seconds(mut work: impl FnMut()) -> f64 {
-    work(); // Threads start and pages are mapped.
-    let (begin, mut times) = (Instant::now(), 0);
-    while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
-        work();
-        times += 1;
-    }
-    begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times)
-}
-
 /// Seconds in which all threads find the path of a weight in 4 bits by the code octagon.
 fn path() -> Result<f64> {
     let trellis = Trellis::new(TrellisScheme::of_bits(Code::Octagon, 4.0)?);
@@ -226,23 +192,9 @@ fn path() -> Result<f64> {
         .map(|i| (i as f32).sin())
         .collect();
     let mut words = vec![0; sequences * trellis.scheme().words()];
-    let search = || trellis.encode(&mut weights.clone(), &mut words);
-    Ok(seconds(search) / weights.len() as f64)
-}
-
-/// Multiplications per second of a product of f32 on all threads.
-fn speed() -> f64 {
-    let (a, b) = (vec![1.0f32; SIDE * SIDE], vec![0.5f32; SIDE * SIDE]);
-    let mut c = vec![0.0f32; SIDE * SIDE];
-    let product = || {
-        multiply(
-            ProductTarget::new(&mut c, SIDE),
-            false,
-            1.0,
-            View::new(&a, SIDE, SIDE),
-            View::new(&b, SIDE, SIDE),
-            Threads::All,
-        );
+    let search = || {
+        trellis.encode(&mut weights.clone(), &mut words);
+        Ok(())
     };
-    SIDE.pow(3) as f64 / seconds(product)
+    Ok(seconds(search)? / weights.len() as f64)
 }

@@ -1,11 +1,11 @@
 //! The stages of a run, with an estimate of the time that each will take.
 //!
 //! What a stage does is counted: bytes that it reads, multiplications of its products, weights that it rounds. Its time
-//! follows from the [`Pace`] of the device. A resumed run goes by the times of the one before.
+//! follows from the [`StagePace`] of the device. A resumed run goes by the times of the one before.
 
 use super::guard::GLANCE;
 use super::job::Job;
-use super::pace::{RoundingWork, StagePace, TextPass, paths};
+use super::pace::{RoundingWork, SamplingWork, StagePace, TextPass, paths};
 use super::state::{self, State};
 use crate::calibration::{CalibrationSource, sampling_slots};
 use crate::error::Result;
@@ -14,6 +14,7 @@ use crate::methods::{Needs, TRIED_ROWS};
 use crate::quality::{self, NOISE_WINDOWS};
 use crate::sensitivity;
 use nq_formats::Scheme;
+use nq_load::gpu;
 use nq_model::Dims;
 use serde::Serialize;
 
@@ -62,6 +63,8 @@ struct WeightWork {
     /// Rounding the layers; and the embedding and the head.
     rounding: RoundingWork,
     ends: RoundingWork,
+    /// Rounding the layers and samples of them to measure sensitivity.
+    probing: RoundingWork,
 }
 
 impl Job<'_> {
@@ -75,8 +78,17 @@ impl Job<'_> {
     }
 
     fn pace(&self) -> Result<StagePace> {
-        let trellises = self.options.schemes.have_trellis();
-        StagePace::new(self.gpu()?, self.checkpoint, trellises)
+        if let Some(gpu) = self.gpu()? {
+            let multiprocessors = gpu::multiprocessors(gpu)?;
+            return Ok(StagePace::of_gpu(multiprocessors, self.checkpoint));
+        }
+        let (n, length) = quality::held_out_shape(self.config(), self.eval_tokens());
+        let n = n.max(self.shape().0);
+        let together = sampling_slots(self.config(), n, length, None);
+        StagePace::of_cpu(
+            &self.rehearse(together)?,
+            self.options.schemes.have_trellis(),
+        )
     }
 
     /// The same at a known pace; `streamed`: the source is run layer by layer where the result is measured.
@@ -96,8 +108,12 @@ impl Job<'_> {
         let tokens = |(n, length): (usize, usize)| (n * length) as f64;
         let sample = |shape: (usize, usize)| {
             let slots = sampling_slots(config, shape.0, shape.1, pace.together);
-            let steps = shape.0.div_ceil(slots) * shape.1;
-            pace.sample(steps as f64, source, tokens(shape) * all)
+            pace.sample(SamplingWork {
+                steps: (shape.0.div_ceil(slots) * shape.1) as f64,
+                bytes: source,
+                multiplications: tokens(shape) * all,
+                logits: tokens(shape) * config.vocab_size as f64,
+            })
         };
         let measure = |tokens: f64| {
             let logits = tokens / 2.0 * config.vocab_size as f64;
@@ -130,7 +146,8 @@ impl Job<'_> {
             let rows = sensitivity::rows(config, shape.0 * shape.1, calibration.0 * calibration.1);
             let of_layer = work.layers / config.num_hidden_layers as f64;
             stages.extend([load, (SAMPLING_PROBE, sample(shape))]);
-            stages.push((MEASURING_SENSITIVITY, pace.probed * rows as f64 * of_layer));
+            let run = pace.probed * rows as f64 * of_layer;
+            stages.push((MEASURING_SENSITIVITY, run + pace.round(work.probing)));
         }
         let calibrated = match self.method.needs() {
             Needs::Nothing => 0.0,
@@ -245,6 +262,8 @@ impl Job<'_> {
             head: (config.vocab_size * config.hidden_size) as f64,
             ..WeightWork::default()
         };
+        let candidates = self.options.candidates.iter();
+        let candidates = candidates.filter(|s| s.affine().is_some()).count();
         for group in groups::groups(config) {
             let in_layer = matches!(group.place, GroupPlace::Layer { .. });
             for (name, Dims { rows, cols }) in &group.weights {
@@ -260,6 +279,8 @@ impl Job<'_> {
                         work.weights += elements;
                         let tried = self.method.trials() * (*rows).min(TRIED_ROWS) * cols;
                         work.rounding.fitted += tried as f64;
+                        let probed = sensitivity::fitted(*rows, *cols, candidates);
+                        work.probing.fitted += probed as f64;
                         &mut work.rounding
                     }
                     false => &mut work.ends,

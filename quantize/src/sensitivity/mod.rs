@@ -59,6 +59,12 @@ pub(crate) fn rows(config: &ModelConfig, tokens: usize, calibration: usize) -> u
     (tokens * runs + calibration * config.num_hidden_layers) as u64
 }
 
+/// Weights whose ranges are searched while a weight `[rows, cols]` of a layer is measured: all once, and a sample of its rows
+/// in the probe's scheme and in each of so many candidates.
+pub(crate) fn fitted(rows: usize, cols: usize, candidates: usize) -> usize {
+    cols * (rows + rows.min(errors::SAMPLE) * (1 + candidates))
+}
+
 impl Probe<'_> {
     /// Measures every group. Candidates whose groups do not fill a weight's rows are left out.
     ///

@@ -96,11 +96,9 @@ pub(in crate::render) fn kld_distribution(document: &Document<'_>) -> Result<Str
                 let line = [(at.log10(), 0.0), (at.log10(), up * top)];
                 let dashes = DashedLineSeries::new(line, 4, 4, BLACK.stroke_width(1));
                 chart.draw_series(dashes)?;
-                let label = Text::new(
-                    format!(" {name} {}", super::significant(at)),
-                    (at.log10(), up * top),
-                    style.clone(),
-                );
+                let name = format!("{name} {}", super::significant(at));
+                let beside_line = Text::new(name, (4, 0), style.clone());
+                let label = EmptyElement::at((at.log10(), up * top)) + beside_line;
                 chart.plotting_area().draw(&label)?;
             }
         }
