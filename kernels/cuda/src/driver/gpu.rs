@@ -21,8 +21,8 @@ use std::time::Duration;
 /// The oldest driver that reports the arguments of a kernel (CUDA 12.4).
 const KNOWS_ARGUMENTS: i32 = 12_040;
 
-/// Dynamic shared memory of a block that needs no request: 48 KiB, less some for static arrays.
-const UNASKED_SHARED: usize = 32 * 1024;
+/// Shared memory of a block that needs no request: its static arrays, and what is left for dynamic ones.
+const UNASKED_SHARED: usize = 48 * 1024;
 
 /// An open device. Cloning shares it.
 #[derive(Clone)]
@@ -448,9 +448,16 @@ impl Inner {
             )
         })?;
         self.check_arguments(name, handle, row.args)?;
+        // SAFETY: as above.
+        let fixed = check("asking for a kernel's shared memory", unsafe {
+            result::function::get_function_attribute(
+                handle,
+                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            )
+        })?;
         Ok(Some(Function {
             handle,
-            shared: AtomicUsize::new(UNASKED_SHARED),
+            shared: AtomicUsize::new(UNASKED_SHARED.saturating_sub(fixed.max(0) as usize)),
             large_clusters: AtomicBool::new(false),
         }))
     }
