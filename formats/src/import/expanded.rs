@@ -46,6 +46,15 @@ pub(super) trait Expansion: Send + Sync {
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor>;
 
+    /// Such a weight in the format's own codes, if devices have kernels for them.
+    ///
+    /// # Errors
+    /// Those of [`Expansion::expand`].
+    fn in_codes(&self, shards: &Shards, name: &str, dims: Dims) -> Result<Option<Weight>> {
+        let _ = (shards, name, dims);
+        Ok(None)
+    }
+
     /// True if the tensor `name` has the weights of all experts of a layer in the format's codes.
     fn is_stack(&self, shards: &Shards, name: &str) -> bool {
         let _ = (shards, name);
@@ -119,6 +128,18 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
             }
         };
         Ok(Weight::Dense(tensor))
+    }
+
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        let coded = match self.is_expanded(name) {
+            true => self.expansion.in_codes(&self.dense.shards, name, dims)?,
+            false => None,
+        };
+        coded.map_or_else(|| Overlay::matrix(self, name, dims), Ok)
+    }
+
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        Overlay::matrix(self, name, dims)
     }
 
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
