@@ -7,7 +7,7 @@ use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
-use crate::scheme::{Scales, Zeros};
+use crate::scheme::{Scales, Scheme, Zeros};
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -417,6 +417,13 @@ impl Overlay for Gathered {
         match self.fused(name, stack, dims, false)? {
             Some(weight) => Ok(weight),
             None => self.gather(name, dims, |name, dims| self.inner.matrix(name, dims)),
+        }
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.stack(name) {
+            None => self.inner.scheme_in_levels(name),
+            Some(_) => Overlay::scheme(self, name),
         }
     }
 

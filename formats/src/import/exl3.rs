@@ -15,6 +15,7 @@ use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::exl3::{Exl3Code, Exl3Scheme, Exl3Weight, TILE};
+use crate::scheme::Scheme;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::trellis::BLOCK;
@@ -27,8 +28,9 @@ use std::sync::Arc;
 /// The `quant_method` of this format.
 pub const METHOD: &str = "exl3";
 
-/// The suffixes of a weight's tensors.
-const TRELLIS: &str = ".trellis";
+/// The suffix of the tensor that has a weight's codes.
+pub const TRELLIS: &str = ".trellis";
+/// Those of all of a weight's tensors.
 const PARTS: [&str; 7] = [TRELLIS, ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"];
 
 struct Exl3;
@@ -182,5 +184,10 @@ impl Expansion for Exl3 {
         let weight = Exl3Tensors { shards, name }.read(dims)?;
         let kept = is_kept(name, weight.scheme());
         Ok(kept.then_some(Weight::Quantized(QuantizedWeight::Exl3(weight))))
+    }
+
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<Scheme> {
+        let scheme = Exl3Tensors { shards, name }.scheme().ok()??;
+        is_kept(name, scheme).then_some(Scheme::Exl3(scheme))
     }
 }

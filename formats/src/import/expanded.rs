@@ -4,6 +4,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::DenseStore;
 use crate::error::Result;
 use crate::exactness::Exactness;
+use crate::scheme::Scheme;
 use crate::shards::Shards;
 use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
@@ -53,6 +54,12 @@ pub(super) trait Expansion: Send + Sync {
     fn in_codes(&self, shards: &Shards, name: &str, dims: Dims) -> Result<Option<Weight>> {
         let _ = (shards, name, dims);
         Ok(None)
+    }
+
+    /// The scheme of what [`Expansion::in_codes`] returns.
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<Scheme> {
+        let _ = (shards, name);
+        None
     }
 
     /// True if the tensor `name` has the weights of all experts of a layer in the format's codes.
@@ -138,8 +145,11 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         coded.map_or_else(|| Overlay::matrix(self, name, dims), Ok)
     }
 
-    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
-        Overlay::matrix(self, name, dims)
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.is_expanded(name) {
+            true => self.expansion.scheme(&self.dense.shards, name),
+            false => None,
+        }
     }
 
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {

@@ -313,6 +313,7 @@ fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: LayersShape, schemes: &[
         many: 1,
         inputs: hidden.max(mlp).max(heads * case.dim),
         weights: 0,
+        gate: 0,
     };
     let options = StreamOptions {
         room: trellis.then(|| TrellisRoom::new(gpu, room).unwrap()),
