@@ -28,7 +28,7 @@ const LEAST_BITS: usize = 2;
 pub(super) const MOST_PARTS: usize = 4;
 
 /// Bits of the parts of a product, in order; 0: there is no such part.
-pub type PartBits = [u8; MOST_PARTS];
+pub(crate) type PartBits = [u8; MOST_PARTS];
 
 kernels! {
     EXL3_ROWS: TrellisRowsArgs = "exl3_rows" in "exl3_rows.cu",

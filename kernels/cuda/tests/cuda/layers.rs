@@ -82,6 +82,7 @@ impl LayerWeights {
         // Parts of a product in trellis codes have the same scales of inputs.
         let weight = |which: usize, out, inp, seed| match schemes[which] {
             Scheme::Affine(scheme) => affine(scheme, out, inp, None, seed),
+            Scheme::Exl3(_) => unreachable!("the kernel of all layers has no EXL3"),
             Scheme::Trellis(scheme) => trellis(scheme, Dims::new(out, inp), seed, which as u64),
         };
         let gain = |seed| {
