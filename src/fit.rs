@@ -218,6 +218,7 @@ impl FileKind {
         let layer = c.layer(0).linears().last().map(|l| l.name(0));
         let codes = match layer.and_then(|name| kinds.get(&name)) {
             Some(WeightKind::Trellis(scheme)) => format!("trellis {}", scheme.bits()),
+            Some(WeightKind::Exl3(scheme)) => format!("exl3 {}", scheme.bits()),
             Some(WeightKind::Affine { scheme, .. }) => scheme.bits.width().to_string(),
             Some(WeightKind::Dense(_)) | None => "16".into(),
         };

@@ -8,9 +8,10 @@ pub use crate::names::{DEFAULT_ID, FoundModel, Stored, fetch, models_dir, stored
 use crate::names::{find, note_left_over, open_hub};
 use anyhow::{Context, bail};
 use nq_formats::adapter::Lora;
+use nq_formats::exl3::VALUES;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
-use nq_formats::{Checkpoint, Progress, Task, human_bytes};
+use nq_formats::{Checkpoint, Progress, Task, TensorEntry, human_bytes};
 use nq_runtime::SamplingParams;
 use std::ffi::OsStr;
 
@@ -89,15 +90,19 @@ pub(crate) fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
     }
 }
 
-/// Says of GGUF types that have no kernel, and of EXL3, what they run as, where that takes notably more memory than
-/// the file.
+/// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more memory
+/// than the file.
 pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if checkpoint.store().format() == exl3::METHOD {
-        progress.note(&format!(
-            "EXL3's codes have no kernel and run as FP16: {} of weights in files take {}",
-            human_bytes(checkpoint.store().file_bytes()),
-            human_bytes(2 * checkpoint.config().parameters() as u64)
-        ));
+        let (stored, held) = expanded_exl3(checkpoint);
+        if stored > 0 {
+            progress.note(&format!(
+                "EXL3's codes of experts, and of 1, 1.5, 2.5 and 3.5 bits, have no kernel and run as FP16: {} of them in \
+                 files take {}",
+                human_bytes(stored),
+                human_bytes(held)
+            ));
+        }
     }
     let mut kinds: Vec<BlockType> = Vec::new();
     for entry in checkpoint.store().entries() {
@@ -133,6 +138,19 @@ pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
             grown.join(", ")
         ));
     }
+}
+
+/// Bytes of the codes of an EXL3 checkpoint that devices have no kernels for, and of their values in FP16.
+fn expanded_exl3(checkpoint: &Checkpoint) -> (u64, u64) {
+    let store = checkpoint.store();
+    let without_kernel = |entry: TensorEntry| {
+        let name = entry.name.strip_suffix(exl3::TRELLIS)?;
+        let tiles: usize = entry.shape.iter().take(2).product();
+        let has_kernel = store.scheme_in_levels(name).is_some();
+        (!has_kernel).then_some((entry.bytes, 2 * (tiles * VALUES) as u64))
+    };
+    let all = store.entries().into_iter().filter_map(without_kernel);
+    all.fold((0, 0), |(a, b), (stored, held)| (a + stored, b + held))
 }
 
 fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<FoundModel> {

@@ -7,7 +7,7 @@ use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
-use crate::scheme::{Scales, Zeros};
+use crate::scheme::{Scales, Scheme, Zeros};
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 impl Weight {
     /// Rows `rows` as a separate weight. Values and codes are shared, not copied; only rows of a trellis that are
-    /// not whole strips become f32 values.
+    /// not whole strips, or of EXL3 that are not whole blocks, become f32 values.
     ///
     /// # Panics
     /// If the weight does not have these rows.
@@ -38,6 +38,13 @@ impl Weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => {
                 Weight::Quantized(QuantizedWeight::Affine(affine_rows(a, rows)))
             }
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => match w.rows(rows.clone()) {
+                Some(part) => Weight::Quantized(QuantizedWeight::Exl3(part)),
+                None => {
+                    let all = w.to_f32().expect("a checked weight has values");
+                    Weight::Dense(all).rows(rows)
+                }
+            },
             Weight::Quantized(QuantizedWeight::Trellis(t)) => match t.rows(rows.clone()) {
                 Some(part) => Weight::Quantized(QuantizedWeight::Trellis(part)),
                 None => {
@@ -120,8 +127,10 @@ impl Weight {
                 let stacked = stack_affine(&all)?;
                 Ok(Weight::Quantized(QuantizedWeight::Affine(stacked)))
             }
-            // Only nq's own files hold trellises, and they hold stacks.
-            Some(Weight::Quantized(QuantizedWeight::Trellis(first))) => Err(Error::Weight {
+            // Only nq's own files hold trellises, and they hold stacks; experts of EXL3 are expanded.
+            Some(Weight::Quantized(
+                first @ (QuantizedWeight::Trellis(_) | QuantizedWeight::Exl3(_)),
+            )) => Err(Error::Weight {
                 what: "a stack of weights",
                 expected: "dense or affine weights".into(),
                 found: first.scheme().to_string(),
@@ -408,6 +417,20 @@ impl Overlay for Gathered {
         match self.fused(name, stack, dims, false)? {
             Some(weight) => Ok(weight),
             None => self.gather(name, dims, |name, dims| self.inner.matrix(name, dims)),
+        }
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.stack(name) {
+            None => self.inner.scheme_in_levels(name),
+            Some(_) => Overlay::scheme(self, name),
+        }
+    }
+
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.stack(name) {
+            None => self.inner.matrix_in_codes(name, dims),
+            Some(_) => Overlay::matrix(self, name, dims),
         }
     }
 

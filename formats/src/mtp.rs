@@ -92,6 +92,10 @@ impl Overlay for LayerStore<'_> {
         self.0.scheme_in_levels(&self.inner_name(name))
     }
 
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        self.0.matrix_in_codes(&self.inner_name(name), dims)
+    }
+
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.0.matrix_in_levels(&self.inner_name(name), dims)
     }

@@ -177,6 +177,13 @@ impl Overlay for Published {
         }
     }
 
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.part(name) {
+            None => self.inner.matrix_in_codes(name, dims),
+            Some(part) => self.matrix_part(&part, dims.cols),
+        }
+    }
+
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.part(name) {
             None => self.inner.matrix_in_levels(name, dims),

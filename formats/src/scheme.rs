@@ -7,6 +7,7 @@
 //! ([`AffineScheme::held`]).
 
 use crate::error::{Error, Result};
+use crate::exl3::Exl3Scheme;
 use crate::trellis::TrellisScheme;
 use nq_model::Dims;
 use serde::de::Error as _;
@@ -245,6 +246,8 @@ pub enum Scheme {
     Affine(AffineScheme),
     /// Paths through a trellis.
     Trellis(TrellisScheme),
+    /// A code of EXL3, which nq reads and does not write.
+    Exl3(Exl3Scheme),
 }
 
 impl Scheme {
@@ -252,14 +255,14 @@ impl Scheme {
     pub const fn affine(self) -> Option<AffineScheme> {
         match self {
             Scheme::Affine(scheme) => Some(scheme),
-            Scheme::Trellis(_) => None,
+            Scheme::Trellis(_) | Scheme::Exl3(_) => None,
         }
     }
 
     /// The trellis scheme, if it is one.
     pub const fn trellis(self) -> Option<TrellisScheme> {
         match self {
-            Scheme::Affine(_) => None,
+            Scheme::Affine(_) | Scheme::Exl3(_) => None,
             Scheme::Trellis(scheme) => Some(scheme),
         }
     }
@@ -268,7 +271,7 @@ impl Scheme {
     pub const fn group(self) -> Group {
         match self {
             Scheme::Affine(scheme) => scheme.group,
-            Scheme::Trellis(_) => Group::Channel,
+            Scheme::Trellis(_) | Scheme::Exl3(_) => Group::Channel,
         }
     }
 
@@ -277,14 +280,16 @@ impl Scheme {
         match self {
             Scheme::Affine(scheme) => scheme.bits.width() as f32,
             Scheme::Trellis(scheme) => scheme.bits(),
+            Scheme::Exl3(scheme) => scheme.bits(),
         }
     }
 
-    /// Bytes that a `[out_features, in_features]` weight takes in nq's own files.
+    /// Bytes that a `[out_features, in_features]` weight takes in nq's own files; of EXL3 in its own.
     pub const fn bytes(self, out_features: usize, in_features: usize) -> usize {
         match self {
             Scheme::Affine(scheme) => scheme.bytes(out_features, in_features),
             Scheme::Trellis(scheme) => scheme.bytes(out_features, in_features),
+            Scheme::Exl3(scheme) => scheme.bytes(out_features, in_features),
         }
     }
 }
@@ -308,11 +313,11 @@ impl Scheme {
         }
     }
 
-    /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; of a trellis its own.
+    /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; of a trellis, and of EXL3, its own.
     pub fn held_on_gpu(self, dims: Dims) -> HeldSize {
         match self {
             Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored(dims),
-            Scheme::Trellis(_) => self.stored(dims),
+            Scheme::Trellis(_) | Scheme::Exl3(_) => self.stored(dims),
         }
     }
 }
@@ -328,6 +333,7 @@ impl Serialize for Scheme {
         match self {
             Scheme::Affine(scheme) => scheme.serialize(to),
             Scheme::Trellis(scheme) => scheme.serialize(to),
+            Scheme::Exl3(scheme) => scheme.serialize(to),
         }
     }
 }
@@ -356,6 +362,7 @@ impl fmt::Display for Scheme {
         match self {
             Scheme::Affine(scheme) => scheme.fmt(f),
             Scheme::Trellis(scheme) => scheme.fmt(f),
+            Scheme::Exl3(scheme) => scheme.fmt(f),
         }
     }
 }

@@ -486,12 +486,12 @@ impl Cut {
                 let part = self.affine(a)?;
                 Ok(Weight::Quantized(QuantizedWeight::Affine(part)))
             }
-            Weight::Quantized(QuantizedWeight::Trellis(t)) => match &self.rows[..] {
+            Weight::Quantized(trellis) => match &self.rows[..] {
                 [rows] if all_cols => Ok(whole.rows(rows.clone())),
                 _ => Err(Error::Weight {
                     what: "inputs of several devices",
                     expected: "integers or floats".into(),
-                    found: t.scheme().to_string(),
+                    found: trellis.scheme().to_string(),
                 }),
             },
         }

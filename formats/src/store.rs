@@ -88,13 +88,22 @@ pub trait WeightStore: Send + Sync {
         Ok(tensor.map(|tensor| Weight::Dense(tensor.stacked())))
     }
 
-    /// As [`WeightStore::matrix`], the same values, but in the fewest bits that files keep them in, with tables of levels and
+    /// As [`WeightStore::matrix`], but in the file's own codes also where that expands them, because no row of them can be read
+    /// by itself (EXL3): for devices whose kernels read these.
+    ///
+    /// # Errors
+    /// As [`WeightStore::matrix`].
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        self.matrix(name, dims)
+    }
+
+    /// As [`WeightStore::matrix_in_codes`], the same values, but in the fewest bits that files keep them in, with tables of levels and
     /// scales in two levels: for devices whose kernels read these.
     ///
     /// # Errors
     /// As [`WeightStore::matrix`].
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
-        self.matrix(name, dims)
+        self.matrix_in_codes(name, dims)
     }
 
     /// The scheme of what [`WeightStore::matrix_in_levels`] reads, if that is known without reading it; `None` for
@@ -182,7 +191,8 @@ overlay! {
     contains(name: &str) -> bool = |s| s.inner().contains(&s.inner_name(name));
     vector(name: &str, len: usize) -> Result<Tensor> = |s| s.inner().vector(&s.inner_name(name), len);
     matrix(name: &str, dims: Dims) -> Result<Weight> = |s| s.inner().matrix(&s.inner_name(name), dims);
-    matrix_in_levels(name: &str, dims: Dims) -> Result<Weight> = |s| s.matrix(name, dims);
+    matrix_in_codes(name: &str, dims: Dims) -> Result<Weight> = |s| s.matrix(name, dims);
+    matrix_in_levels(name: &str, dims: Dims) -> Result<Weight> = |s| s.matrix_in_codes(name, dims);
     scheme_in_levels(name: &str) -> Option<Scheme> = |s| s.scheme(name);
     scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
     tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);

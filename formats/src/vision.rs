@@ -337,6 +337,20 @@ impl Overlay for PatchMatrix {
         }
     }
 
+    fn scheme_in_levels(&self, name: &str) -> Option<crate::Scheme> {
+        match name {
+            PATCH_EMBED => Overlay::scheme(self, name),
+            _ => self.inner.scheme_in_levels(name),
+        }
+    }
+
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match name {
+            PATCH_EMBED => Overlay::matrix(self, name, dims),
+            _ => self.inner.matrix_in_codes(name, dims),
+        }
+    }
+
     fn stored(&self, name: &str, dims: Dims) -> Result<crate::StoredWeight> {
         match name {
             PATCH_EMBED => Overlay::matrix(self, name, dims).map(crate::StoredWeight::Canonical),

@@ -1,6 +1,7 @@
 //! Weights in canonical form: the form that readers return, methods produce and devices repack.
 
 use crate::error::{Error, Result};
+use crate::exl3::Exl3Weight;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, TwoLevel, Zeros};
 use crate::tensor::Tensor;
@@ -27,6 +28,8 @@ pub enum QuantizedWeight {
     Affine(AffineWeight),
     /// Paths through a trellis, with scales of rows and inputs.
     Trellis(TrellisWeight),
+    /// In a code of EXL3, whose outputs are transformed too.
+    Exl3(Exl3Weight),
 }
 
 impl QuantizedWeight {
@@ -35,6 +38,7 @@ impl QuantizedWeight {
         match self {
             QuantizedWeight::Affine(a) => Scheme::Affine(a.scheme()),
             QuantizedWeight::Trellis(t) => Scheme::Trellis(t.scheme()),
+            QuantizedWeight::Exl3(w) => Scheme::Exl3(w.scheme()),
         }
     }
 }
@@ -50,10 +54,11 @@ impl Weight {
             Weight::Quantized(QuantizedWeight::Trellis(t)) => {
                 Dims::new(t.out_features(), t.in_features())
             }
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => w.dims(),
         }
     }
 
-    /// Bytes of the weight in nq's own format.
+    /// Bytes of the weight in nq's own format, or in that of its file if nq's has no such scheme.
     pub fn bytes(&self) -> usize {
         match self {
             Weight::Dense(t) => t.data().len(),
@@ -62,6 +67,7 @@ impl Weight {
                     + a.g_idx().map_or(0, |g| 4 * g.len())
             }
             Weight::Quantized(QuantizedWeight::Trellis(t)) => t.bytes(),
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => w.bytes(),
         }
     }
 
@@ -80,6 +86,10 @@ impl Weight {
                 t.dequantize_row(row, out);
                 Ok(())
             }
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => {
+                w.dequantize_row(row, out);
+                Ok(())
+            }
         }
     }
 
@@ -90,6 +100,7 @@ impl Weight {
             Weight::Dense(t) => crate::mapping::release(t.data()),
             Weight::Quantized(QuantizedWeight::Affine(a)) => crate::mapping::release(a.codes()),
             Weight::Quantized(QuantizedWeight::Trellis(t)) => crate::mapping::release(t.words()),
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => crate::mapping::release(w.tiles()),
         }
     }
 

@@ -21,6 +21,8 @@ constexpr int TILE = 32;     // columns
 constexpr int SEQUENCE = 128;
 constexpr int BLOCK = 128;   // inputs that are transformed together
 
+struct RowDigits;
+
 template <bool OCTAGON_, int BITS_>
 struct Trellis {
     static constexpr bool OCTAGON = OCTAGON_;
@@ -30,6 +32,15 @@ struct Trellis {
     static constexpr int UNIT = WORDS * 32 * 4;                // bytes of a tile of a strip
     static constexpr int PARTS = 4 / WIDTH;                    // products of 16 rows and a tile
     static constexpr uint32_t MULTIPLIER = OCTAGON ? 0xAD1B72DBu : 0xD17F17D3u;
+
+    // For `trellis_rows.cuh`.
+    using Sum = int;                                     // of products
+    using Digits = RowDigits;
+    static constexpr float UNIT_VALUE = 1.f / 128.f;     // of sums
+    static constexpr bool PLAIN_GATE = false;            // gate and up alternate by strips
+    static DEVICE float joined(int high, int low) { return 256.f * float(high) + float(low); }   // of both digits
+    template <int GROUP, int WARPS>
+    static DEVICE void finish(float*) {}
 };
 
 using octagon4 = Trellis<true, 4>;
@@ -150,10 +161,12 @@ DEVICE float greatest_of(float most, const float (&v)[4]) {
 
 // Makes digits of values of a row whose greatest X is `most`, and adds them up.
 struct RowDigits {
+    static constexpr float MOST = 32000.f;   // what that becomes
+    static constexpr bool TURNED = true;     // of an octagon: greatest ones are also among sums and differences of pairs
     float inverse;   // of the step; where all are tiny it stays finite, and digits zero
     int sum = 0;
 
-    DEVICE RowDigits(float most) : inverse(most > 1e-30f ? 32000.f / most : 0.f) {}
+    DEVICE RowDigits(float most) : inverse(most > 1e-30f ? MOST / most : 0.f) {}
     DEVICE int round(float v) const { return __float2int_rn(v * inverse); }
     // The low byte counts as signed: what it takes too much, the high one gets back.
     DEVICE void split(const int (&d)[4], uint32_t& high, uint32_t& low) {
@@ -168,9 +181,25 @@ struct RowDigits {
     }
 };
 
+// As `RowDigits`, for products of FP16 (`exl3.cuh`): a value is split into two, which have 22 bits of it.
+struct RowHalves {
+    static constexpr float MOST = 1024.f;
+    static constexpr bool TURNED = false;
+    float inverse;
+    int sum = 0;   // is not needed
+
+    DEVICE RowHalves(float most) : inverse(most > 1e-30f ? MOST / most : 0.f) {}
+    DEVICE void pair(float x, float y, uint32_t& high, uint32_t& low) const {
+        x *= inverse, y *= inverse;
+        const __half2 h = __floats2half2_rn(x, y);
+        const float2 f = __half22float2(h);
+        high = half2_bits(h), low = half2_bits(__floats2half2_rn(x - f.x, y - f.y));
+    }
+};
+
 // What `trellis_inputs.cu` says of steps, of the sum of squares of x, if it is to be normalized, and that of digits.
-template <bool OCTAGON>
+template <bool OCTAGON, class Digits = RowDigits>
 DEVICE float2 step_of(float most, int sum, bool normalized, float square, int inputs, float eps) {
-    const float step = most * (1.f / 32000.f) * (normalized ? rsqrtf(square / inputs + eps) : 1.f);
+    const float step = most * (1.f / Digits::MOST) * (normalized ? rsqrtf(square / inputs + eps) : 1.f);
     return make_float2(step, step * (OCTAGON ? float(sum) : 4.f * float(sum)));
 }

@@ -11,6 +11,8 @@
 //           `mma_16832` has column g, the hi digits (g even) or lo digits (g odd) of row g / 2 of four; x: pair t of the part,
 //           y: pair 4 + t. Sum has one for all 32 inputs, whose bytes are inputs t, 4 + t, .. 28 + t: `trellis_rows.cu`
 //           repeats them.
+//           EXL3 (`exl3.cuh`): as octagons, with two FP16 in place of the four digits of a pair: the values over the step, and
+//           what they lack, of a step by which the greatest is 1,024
 //   steps   float2 of a row: step / rms, and that times the sum of all digits, which stands for the bytes' mean
 //
 // `trellis_inputs_<code>`: grid of at least m blocks, one a row, of 512 threads; shared memory of inputs * 5 + 256 bytes.
@@ -46,7 +48,7 @@ struct TrellisTurnArgs {
 
 constexpr int INPUTS_WARPS = 16;
 
-template <bool OCTAGON>
+template <bool OCTAGON, class Digits = RowDigits>
 DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     // Input k is at k + k / 32 * PAD: the threads of a warp, which take tiles apart, then meet different banks.
     constexpr int PAD = OCTAGON ? 8 : 4;
@@ -90,7 +92,7 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
         v[0] *= a.x, v[1] *= a.y, v[2] *= b.x, v[3] *= b.y;
         transform(v);
         a = make_float2(v[0], v[1]), b = make_float2(v[2], v[3]);
-        most = greatest_of<OCTAGON>(most, v);
+        most = greatest_of<OCTAGON && Digits::TURNED>(most, v);
     }
 #pragma unroll
     for (int o = 16; o > 0; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
@@ -102,7 +104,7 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     for (int o = INPUTS_WARPS / 2; o > 0; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
 
     // The norm's factor is that of all values: it goes to the step alone.
-    RowDigits digits(most);
+    Digits digits(most);
     const int tiles = p.inputs / TILE, fours = p.group / 4, j = m % p.group / 4, column = m % 4 * 2;
     uint2* const to = p.digits + (size_t(m / p.group) * tiles * DIGITS<OCTAGON> * fours + j) * 32 + column * 4;
     for (int item = threadIdx.x; item < p.inputs / (OCTAGON ? 4 : 8); item += INPUTS_WARPS * 32) {
@@ -129,7 +131,7 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     sum = __reduce_add_sync(~0u, lane < INPUTS_WARPS ? sums[lane] : 0);
     square = warp_sum(lane < INPUTS_WARPS ? meeting[INPUTS_WARPS + lane] : 0.f);
     if (lane > 0) return;
-    p.steps[m] = step_of<OCTAGON>(most, sum, p.gain, square, p.inputs, p.eps);
+    p.steps[m] = step_of<OCTAGON, Digits>(most, sum, p.gain, square, p.inputs, p.eps);
 }
 
 extern "C" __global__ __launch_bounds__(INPUTS_WARPS * 32) void trellis_inputs_octagon(const __grid_constant__ TrellisInputsArgs p) {
@@ -137,6 +139,10 @@ extern "C" __global__ __launch_bounds__(INPUTS_WARPS * 32) void trellis_inputs_o
 }
 extern "C" __global__ __launch_bounds__(INPUTS_WARPS * 32) void trellis_inputs_sum(const __grid_constant__ TrellisInputsArgs p) {
     trellis_inputs<false>(p);
+}
+
+extern "C" __global__ __launch_bounds__(INPUTS_WARPS * 32) void trellis_inputs_exl3(const __grid_constant__ TrellisInputsArgs p) {
+    trellis_inputs<true, RowHalves>(p);
 }
 
 constexpr int TURN_WARPS = 8;

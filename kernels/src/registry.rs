@@ -2,7 +2,7 @@
 //! type, rows `m`, device capabilities); each device module contributes its rows, and
 //! tests, benches and `--breakdown` iterate them.
 
-use nq_formats::{AffineScheme, QuantizedWeight, Scheme, TrellisScheme, Weight};
+use nq_formats::{AffineScheme, Exl3Scheme, QuantizedWeight, Scheme, TrellisScheme, Weight};
 use nq_model::{DType, Dims};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -71,6 +71,8 @@ pub enum WeightKind {
     },
     /// In a trellis code.
     Trellis(TrellisScheme),
+    /// In a code of EXL3.
+    Exl3(Exl3Scheme),
 }
 
 impl WeightKind {
@@ -83,6 +85,7 @@ impl WeightKind {
                 act_order: a.g_idx().is_some(),
             },
             Weight::Quantized(QuantizedWeight::Trellis(t)) => WeightKind::Trellis(t.scheme()),
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => WeightKind::Exl3(w.scheme()),
             // `QuantizedWeight` is non-exhaustive only for users outside these crates.
             Weight::Quantized(_) => unreachable!("a scheme without a WeightKind"),
         }
@@ -93,6 +96,7 @@ impl WeightKind {
         match scheme {
             Scheme::Affine(scheme) => WeightKind::Affine { scheme, act_order },
             Scheme::Trellis(scheme) => WeightKind::Trellis(scheme),
+            Scheme::Exl3(scheme) => WeightKind::Exl3(scheme),
         }
     }
 
@@ -122,7 +126,7 @@ impl WeightKind {
     #[must_use]
     pub const fn expanded(self) -> Self {
         match self {
-            WeightKind::Dense(_) | WeightKind::Trellis(_) => self,
+            WeightKind::Dense(_) | WeightKind::Trellis(_) | WeightKind::Exl3(_) => self,
             WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
                 scheme: scheme.expanded(),
                 act_order,
@@ -135,7 +139,7 @@ impl WeightKind {
     #[must_use]
     pub const fn held(self) -> Self {
         match self {
-            WeightKind::Dense(_) | WeightKind::Trellis(_) => self,
+            WeightKind::Dense(_) | WeightKind::Trellis(_) | WeightKind::Exl3(_) => self,
             WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
                 scheme: scheme.held(),
                 act_order,
@@ -150,6 +154,7 @@ impl WeightKind {
             WeightKind::Dense(dtype) => out * inputs * dtype.size(),
             WeightKind::Affine { scheme, .. } => scheme.bytes(out, inputs),
             WeightKind::Trellis(scheme) => scheme.bytes(out, inputs),
+            WeightKind::Exl3(scheme) => scheme.bytes(out, inputs),
         }
     }
 }
@@ -163,6 +168,7 @@ impl fmt::Display for WeightKind {
                 f.write_str(if *act_order { " act-order" } else { "" })
             }
             WeightKind::Trellis(scheme) => scheme.fmt(f),
+            WeightKind::Exl3(scheme) => scheme.fmt(f),
         }
     }
 }

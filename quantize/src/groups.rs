@@ -51,6 +51,7 @@ impl WeightGroup {
             Scheme::Trellis(scheme) => {
                 return self.weights.iter().all(|w| scheme.check(w.1).is_ok());
             }
+            Scheme::Exl3(_) => return false,
         };
         let lengths = [Some(scheme.group), scheme.scales.span()];
         let fills = |length| match length {

@@ -215,6 +215,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
             Scheme::Trellis(s) => {
                 8 * out * inputs + if_moments_here(8 * inputs.pow(2)) + 2 * s.bytes(out, inputs)
             }
+            Scheme::Exl3(_) => unreachable!("nq does not quantize to EXL3"),
         };
         // For the report, the weight's error and, with moments, its effect on outputs.
         drop(a.hold(codes + 4 * out * inputs + if_hessian(4 * out * inputs)));

@@ -13,7 +13,7 @@ use crate::grid::Grid;
 use crate::groups::{self, GroupPlace, WeightGroup};
 use crate::linalg::Matrix;
 use crate::methods::rtn;
-use crate::schemes::Schemes;
+use crate::schemes::{Schemes, not_made};
 use nq_formats::{Bits, Scheme};
 use nq_kernels::rng::Philox;
 use nq_model::{LinearKind, ModelConfig};
@@ -107,6 +107,7 @@ fn error(scheme: Scheme) -> Result<f64> {
     let scheme = match scheme {
         Scheme::Affine(scheme) => scheme,
         Scheme::Trellis(scheme) => return Ok(scheme.squared_error()),
+        Scheme::Exl3(scheme) => return Err(not_made(scheme)),
     };
     let mut rng = Philox::new(0, 0);
     let mut values = Matrix::zeros(32, 1024);

@@ -8,6 +8,7 @@ use crate::methods::rtn::{self, Rtn};
 use crate::methods::{Method, Needs, Problem};
 use crate::packer::Packer;
 use crate::report::LayerReport;
+use crate::schemes::not_made;
 use crate::second_order::{Changes, InputStats};
 use crate::trellis;
 use half::f16;
@@ -87,6 +88,7 @@ pub(crate) fn round(
                 fallbacks,
             })
         }
+        Scheme::Exl3(scheme) => Err(not_made(scheme)),
         Scheme::Trellis(scheme) => {
             let feeds = method.needs() == Needs::Hessian;
             let (rounded, mut fallbacks) =
@@ -196,6 +198,7 @@ pub(crate) fn to_nearest(
             let (weight, row, _) = by_pieces(&nearest, name, source, None, scheme, &())?;
             Ok((weight, row.rel_error))
         }
+        Scheme::Exl3(scheme) => Err(not_made(scheme)),
     }
 }
 

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::grid::Grid;
 use crate::groups;
 use nq_formats::trellis::{BLOCK, Code};
-use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros, nq};
+use nq_formats::{AffineScheme, Bits, Exl3Scheme, Group, Scheme, TrellisScheme, Zeros, nq};
 use nq_kernels::registry::WeightKind;
 use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, is_layer_linear, parameters};
 use nq_model::{DType, Dims, LinearKind, LinearSpec, ModelConfig};
@@ -212,6 +212,7 @@ impl Schemes {
             };
             let scheme = match scheme {
                 Scheme::Affine(scheme) => scheme,
+                Scheme::Exl3(scheme) => return Err(not_made(scheme)),
                 Scheme::Trellis(scheme) => {
                     let Err(_) = scheme.check(Dims::new(0, cols)) else {
                         continue;
@@ -311,6 +312,15 @@ impl From<Bits> for Codes {
 /// The trellises that nq chooses among where it uses `code`: octagon's pairs do not reach 6 bits.
 pub(crate) fn trellises(code: Code) -> impl Iterator<Item = TrellisScheme> {
     TrellisScheme::all().filter(move |s| s.code() == code || s.bits() > 5.0)
+}
+
+/// EXL3 is read, and never what a weight is quantized to.
+pub(crate) fn not_made(scheme: Exl3Scheme) -> Error {
+    Error::Request {
+        what: "scheme",
+        expected: "one that nq makes".into(),
+        found: scheme.to_string(),
+    }
 }
 
 #[cfg(test)]

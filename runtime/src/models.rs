@@ -35,16 +35,35 @@ impl LayerWeights {
     /// # Errors
     /// A missing tensor, or one whose shape does not match the config.
     pub fn read(store: &dyn WeightStore, config: &ModelConfig, index: usize) -> Result<Self> {
-        let mut weights = Self::collect::<crate::Error>(
-            config.layer(index),
-            |linear| Ok(store.matrix(&linear.name(index), linear.dims(config))?),
-            |vector| Ok(store.vector(&vector.name(index), vector.len(config))?),
-        )?;
+        let matrix = |name: &str, dims| store.matrix(name, dims);
+        Self::read_by(matrix, store, config, index)
+    }
+
+    fn read_by(
+        matrix: impl Fn(&str, Dims) -> nq_formats::Result<Weight>,
+        store: &dyn WeightStore,
+        config: &ModelConfig,
+        index: usize,
+    ) -> Result<Self> {
+        let mut weights = Self::of_matrices(matrix, store, config, index)?;
         weights.table = NgramRows::open(store, config, index)?;
         Ok(weights)
     }
 
-    /// As [`LayerWeights::read`], with matrices of [`WeightStore::matrix_in_levels`].
+    /// As [`LayerWeights::read`], with matrices of [`WeightStore::matrix_in_codes`].
+    ///
+    /// # Errors
+    /// As [`LayerWeights::read`].
+    pub fn read_in_codes(
+        store: &dyn WeightStore,
+        config: &ModelConfig,
+        index: usize,
+    ) -> Result<Self> {
+        let matrix = |name: &str, dims| store.matrix_in_codes(name, dims);
+        Self::read_by(matrix, store, config, index)
+    }
+
+    /// As [`LayerWeights::read`], with matrices of [`WeightStore::matrix_in_levels`] and without its table of n-grams.
     ///
     /// # Errors
     /// As [`LayerWeights::read`].
@@ -53,10 +72,19 @@ impl LayerWeights {
         config: &ModelConfig,
         index: usize,
     ) -> Result<Self> {
-        let matrix = WeightStore::matrix_in_levels;
+        let matrix = |name: &str, dims| store.matrix_in_levels(name, dims);
+        Self::of_matrices(matrix, store, config, index)
+    }
+
+    fn of_matrices(
+        matrix: impl Fn(&str, Dims) -> nq_formats::Result<Weight>,
+        store: &dyn WeightStore,
+        config: &ModelConfig,
+        index: usize,
+    ) -> Result<Self> {
         Self::collect(
             config.layer(index),
-            |linear| Ok(matrix(store, &linear.name(index), linear.dims(config))?),
+            |linear| Ok(matrix(&linear.name(index), linear.dims(config))?),
             |vector| Ok(store.vector(&vector.name(index), vector.len(config))?),
         )
     }
@@ -136,6 +164,12 @@ pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     let dims = Dims::new(config.vocab_size, config.hidden_size);
     Ok(store.matrix(names::head(config), dims)?)
+}
+
+/// As [`head`], of [`WeightStore::matrix_in_codes`].
+pub fn head_in_codes(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
+    let dims = Dims::new(config.vocab_size, config.hidden_size);
+    Ok(store.matrix_in_codes(names::head(config), dims)?)
 }
 
 /// Reads the final norm `[hidden]`.

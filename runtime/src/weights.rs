@@ -18,7 +18,8 @@ pub fn bits(weight: &Weight) -> usize {
 /// The kind of each matrix of a model, by name.
 pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
 
-/// The kinds of all matrices in `store`, by name; `in_levels`: those of [`WeightStore::matrix_in_levels`], as GPUs read them.
+/// The kinds of all matrices in `store`, by name, as CPUs read them ([`WeightStore::matrix_in_codes`]); `in_levels`: as GPUs
+/// do ([`WeightStore::matrix_in_levels`]).
 /// A store that makes its weights has to make all of them for this; its owner knows the kinds already.
 ///
 /// # Errors
@@ -39,7 +40,7 @@ pub fn weight_kinds(
             let kind = match (in_levels, told) {
                 (true, Some(scheme)) => WeightKind::in_scheme(scheme, false),
                 (true, None) => WeightKind::of(&store.matrix_in_levels(&name, dims)?),
-                (false, _) => WeightKind::of(&store.matrix(&name, dims)?),
+                (false, _) => WeightKind::of(&store.matrix_in_codes(&name, dims)?),
             };
             kinds.insert(name, kind);
         }

@@ -5,8 +5,8 @@ use half::{bf16, f16};
 use nq_formats::pack::pack_rows;
 use nq_formats::trellis::STRIP;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, Scales,
-    Tensor, TrellisScheme, TrellisWeight, TwoLevel, Weight, Zeros,
+    AffineScheme, AffineWeight, Bits, Exl3Code, Exl3Scheme, Exl3Weight, Group, GroupValues, Levels,
+    Parts, QuantizedWeight, Scales, Tensor, TrellisScheme, TrellisWeight, TwoLevel, Weight, Zeros,
 };
 use nq_kernels::rng::Philox;
 use nq_model::{DType, Dims};
@@ -98,6 +98,35 @@ pub fn trellis(scheme: TrellisScheme, dims: Dims, seed: u64, inputs: u64) -> Wei
         input_scales,
     );
     Weight::Quantized(QuantizedWeight::Trellis(weight.unwrap()))
+}
+
+/// A weight in an EXL3 code with random tiles; its scales of inputs, of the seed `inputs`, are powers of two of either sign.
+pub fn exl3(scheme: Exl3Scheme, dims: Dims, seed: u64, inputs: u64) -> Weight {
+    let mut rng = Philox::new(seed, 23);
+    let words = dims.rows * dims.cols / 256 * scheme.tile_bytes() / 4;
+    let tiles: Vec<u8> = (0..words)
+        .flat_map(|_| rng.next_u32().to_le_bytes())
+        .collect();
+    let output_scales = normal(dims.rows, seed)
+        .into_iter()
+        .map(|v| f16::from_f32(0.02 + 0.005 * v));
+    let mut rng = Philox::new(inputs, 19);
+    let mut input_scale = || [0.5, 1.0, 2.0, -0.5, -1.0, -2.0][rng.next_u32() as usize % 6];
+    let input_scales = (0..dims.cols).map(|_| f16::from_f32(input_scale()));
+    let weight = Exl3Weight::new(
+        scheme,
+        dims,
+        tiles.into(),
+        input_scales.collect(),
+        output_scales.collect(),
+    );
+    Weight::Quantized(QuantizedWeight::Exl3(weight.unwrap()))
+}
+
+/// The EXL3 schemes that kernels read: every code, of 2 to 8 bits.
+pub fn exl3_schemes() -> impl Iterator<Item = Exl3Scheme> {
+    let of_code = |code| (2..=8).filter_map(move |bits| Exl3Scheme::new(code, 2 * bits));
+    Exl3Code::ALL.into_iter().flat_map(of_code)
 }
 
 /// All schemes with these groups.

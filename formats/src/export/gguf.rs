@@ -273,7 +273,9 @@ pub(super) fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType,
             };
         }
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a,
-        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Trellis(_))) => return None,
+        StoredWeight::Canonical(Weight::Quantized(
+            QuantizedWeight::Trellis(_) | QuantizedWeight::Exl3(_),
+        )) => return None,
     };
     let scheme = a.scheme();
     holds(

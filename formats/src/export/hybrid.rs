@@ -295,11 +295,11 @@ fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
             return Tensor::new(t.dtype(), vec![rows, cols], data.into()).map(Weight::Dense);
         }
         Weight::Quantized(QuantizedWeight::Affine(a)) => a,
-        Weight::Quantized(QuantizedWeight::Trellis(t)) => {
+        Weight::Quantized(trellis) => {
             return Err(Error::Weight {
                 what: "codes",
                 expected: "columns that can be moved: no trellis".into(),
-                found: t.scheme().to_string(),
+                found: trellis.scheme().to_string(),
             });
         }
     };

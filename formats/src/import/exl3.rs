@@ -1,5 +1,5 @@
-//! Reads EXL3, the format of exllamav3: Linears in a trellis code of its own, between Hadamard transforms of their
-//! inputs and outputs. No kernel of nq multiplies that code, so weights are expanded to f16.
+//! Reads EXL3, the format of exllamav3: Linears in codes of its own ([`crate::exl3`]), between Hadamard transforms of their
+//! inputs and outputs.
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -8,100 +8,30 @@
 //! | `X.su`, `X.sv` | I16 `[in / 16]`, `[out / 16]`: in older files signs alone, a bit each, set where negative |
 //! | `X.mcg`, `X.mul1` | I32, one element: says which code, by its multiplier; neither: the first one |
 //!
-//! The weight is `diag(suh) H T H diag(svh)`, transposed, with `H` the transform of each 128 ([`transform`]). `T` is cut
-//! into tiles of 16 inputs and 16 outputs, each a cyclic sequence of 256 values whose states are the last 16 bits, as in
-//! [`crate::trellis`]; a value is the sum of two halves that the state's product is masked to, or of its bytes.
+//! Devices have kernels for 2, 3, 4, 5, 6, 7 and 8 bits. Other weights, and experts, are held as FP16.
 
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
+use crate::exl3::{Exl3Code, Exl3Scheme, Exl3Weight, TILE};
+use crate::scheme::Scheme;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
-use crate::trellis::{BLOCK, state, transform};
+use crate::trellis::BLOCK;
+use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
+use nq_model::names::{EMBEDDING, in_experts};
 use nq_model::{DType, Dims};
-use rayon::prelude::*;
+use std::sync::Arc;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "exl3";
 
-/// Inputs, and outputs, of a tile.
-const TILE: usize = 16;
-/// Values of a tile.
-const VALUES: usize = TILE * TILE;
-
-/// The suffixes of a weight's tensors.
-const TRELLIS: &str = ".trellis";
+/// The suffix of the tensor that has a weight's codes.
+pub const TRELLIS: &str = ".trellis";
+/// Those of all of a weight's tensors.
 const PARTS: [&str; 7] = [TRELLIS, ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"];
-
-/// How a value follows from a state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Codebook {
-    /// Two halves, masked from the product with a multiplier and an addend.
-    Halves { multiplier: u32, addend: u32 },
-    /// The sum of the bytes of the product with a multiplier.
-    Bytes { multiplier: u32 },
-}
-
-const FIRST: Codebook = Codebook::Halves {
-    multiplier: 89_226_354,
-    addend: 64_248_484,
-};
-const MCG: u32 = 0xCBAC_1FED;
-const MUL1: u32 = 0x83DC_D12D;
-
-impl Codebook {
-    /// The value of a state, as kernels compute it in f16.
-    fn value(self, state: u16) -> f16 {
-        let state = u32::from(state);
-        match self {
-            Codebook::Halves { multiplier, addend } => {
-                let product = state.wrapping_mul(multiplier).wrapping_add(addend);
-                let both = product & 0x8FFF_8FFF ^ 0x3B60_3B60;
-                let half = |bits: u32| f16::from_bits(bits as u16).to_f32();
-                f16::from_f32(half(both) + half(both >> 16))
-            }
-            Codebook::Bytes { multiplier } => {
-                let bytes = state.wrapping_mul(multiplier).to_le_bytes();
-                let sum: u16 = bytes.into_iter().map(u16::from).sum();
-                // About 1 / 147.7, and -510 of it less 1,024, which the sum is added to.
-                let (factor, offset) = (f16::from_bits(0x1EEE), f16::from_bits(0xC931));
-                let value = f64::from(1024 + sum) * factor.to_f64() + offset.to_f64();
-                f16::from_f64(value)
-            }
-        }
-    }
-}
-
-/// A weight's code and twice its bits.
-#[derive(Clone, Copy, Debug)]
-struct Coding {
-    code: Codebook,
-    half_bits: usize,
-}
-
-impl Coding {
-    /// The values of a tile in order of its sequence.
-    fn values(self, words: &[u32]) -> [f16; VALUES] {
-        let mut values = [f16::ZERO; VALUES];
-        for (t, value) in values.iter_mut().enumerate() {
-            // In halves of bits, odd values have the extra one.
-            let end = (t + 1) * self.half_bits / 2;
-            *value = self.code.value(state(words, end));
-        }
-        values
-    }
-}
-
-/// The input and the output of value `t` in its tile: those that the lanes of a warp hold of B in mma.m16n8k16.
-const fn place(t: usize) -> (usize, usize) {
-    let (lane, j) = (t / 8, t % 8);
-    (
-        lane % 4 * 2 + j % 2 + 8 * (j / 2 % 2),
-        lane / 4 + 8 * (j / 4),
-    )
-}
 
 struct Exl3;
 
@@ -131,10 +61,10 @@ struct Exl3Tensors<'a> {
 
 impl Exl3Tensors<'_> {
     /// The code that the scalar tensors of a weight name.
-    fn code(&self) -> Result<Codebook> {
+    fn code(&self) -> Result<Exl3Code> {
         let name = self.name;
-        let multiplier = |suffix: &str, known: u32| -> Result<bool> {
-            let tensor = format!("{name}{suffix}");
+        let named = |suffix: &str, code: Exl3Code| -> Result<bool> {
+            let (tensor, known) = (format!("{name}{suffix}"), code.multiplier());
             let Some(found) = self.shards.get(&tensor) else {
                 return Ok(false);
             };
@@ -154,30 +84,29 @@ impl Exl3Tensors<'_> {
                 )),
             }
         };
-        Ok(if multiplier(".mul1", MUL1)? {
-            Codebook::Bytes { multiplier: MUL1 }
-        } else if multiplier(".mcg", MCG)? {
-            Codebook::Halves {
-                multiplier: MCG,
-                addend: 0,
-            }
+        Ok(if named(".mul1", Exl3Code::Mul1)? {
+            Exl3Code::Mul1
+        } else if named(".mcg", Exl3Code::Mcg)? {
+            Exl3Code::Mcg
         } else {
-            FIRST
+            Exl3Code::ThreeInst
         })
     }
 
     /// The scales of inputs or outputs: values, or signs alone.
-    fn scales(&self, values: &str, signs: &str, n: usize) -> Result<Vec<f32>> {
+    fn scales(&self, values: &str, signs: &str, n: usize) -> Result<Arc<[f16]>> {
         let name = self.name;
         let values = format!("{name}{values}");
         let signs = format!("{name}{signs}");
-        let scales = if self.shards.contains(&values) || !self.shards.contains(&signs) {
+        let scales: Arc<[f16]> = if self.shards.contains(&values) || !self.shards.contains(&signs) {
             let tensor = self.shards.require(&values, &[DType::F16], &[n])?;
-            tensor.to_f32()?
+            let (values, _) = tensor.data().as_chunks::<2>();
+            values.iter().map(|v| f16::from_le_bytes(*v)).collect()
         } else {
             let tensor = self.shards.require(&signs, &[DType::I16], &[n / 16])?;
             let bit = |i: usize| tensor.data()[i / 8] >> (i % 8) & 1;
-            (0..n).map(|i| 1.0 - 2.0 * f32::from(bit(i))).collect()
+            let sign = |i: usize| if bit(i) == 0 { f16::ONE } else { f16::NEG_ONE };
+            (0..n).map(sign).collect()
         };
         match scales.iter().position(|s| !s.is_finite()) {
             None => Ok(scales),
@@ -188,88 +117,43 @@ impl Exl3Tensors<'_> {
         }
     }
 
-    /// The code of a weight, checked against the shape of its trellis.
-    fn coding(&self, Dims { rows, cols }: Dims) -> Result<(Coding, Tensor)> {
+    /// Code and bits of a weight, and the shape of its trellis, as far as they are known without its dimensions.
+    fn scheme(&self) -> Result<Option<Exl3Scheme>> {
+        let found = self.shards.get(&format!("{}{TRELLIS}", self.name));
+        let width = found.and_then(|t| t.shape().get(2).copied()).unwrap_or(0);
+        let whole = width.is_multiple_of(8);
+        Ok(Exl3Scheme::new(self.code()?, width / 8).filter(|_| whole))
+    }
+
+    /// The weight, checked against the shape of its trellis.
+    fn read(&self, dims: Dims) -> Result<Exl3Weight> {
+        let Dims { rows, cols } = dims;
         let tensor = format!("{}{TRELLIS}", self.name);
-        let code = self.code()?;
-        let fits = |n: usize| n > 0 && n.is_multiple_of(BLOCK);
         let found = self.shards.get(&tensor);
         let width = found.and_then(|t| t.shape().get(2).copied()).unwrap_or(0);
-        let half_bits = width / 8;
-        let halves = half_bits % 2 == 1;
-        let known = match (code, halves) {
-            (Codebook::Bytes { .. }, true) => half_bits <= 7 && half_bits > 1,
-            (_, true) => false,
-            (_, false) => (2..=16).contains(&half_bits),
-        };
-        if !known || !width.is_multiple_of(8) || !fits(rows) || !fits(cols) {
+        let fits = |n: usize| n > 0 && n.is_multiple_of(BLOCK);
+        let scheme = self.scheme()?.filter(|_| fits(rows) && fits(cols));
+        let Some(scheme) = scheme else {
             let expected = format!(
                 "16 values for each of 1 to 8 bits, or 1.5, 2.5 or 3.5 with mul1, and [{rows}, {cols}] of \
                  multiples of {BLOCK}"
             );
             let found = format!("{width} values");
             return Err(self.shards.error(&tensor, expected, found));
-        }
+        };
         let shape = [cols / TILE, rows / TILE, width];
-        let tensor = self.shards.require(&tensor, &[DType::I16], &shape)?;
-        Ok((Coding { code, half_bits }, tensor))
-    }
-
-    /// The values of a weight `[rows, cols]`, in elements of `N` bytes; `encode` converts an f32 to one.
-    fn expand<const N: usize>(
-        &self,
-        Dims { rows, cols }: Dims,
-        dtype: DType,
-        encode: impl Fn(f32) -> [u8; N] + Sync,
-    ) -> Result<Tensor> {
-        let (coding, trellis) = self.coding(Dims::new(rows, cols))?;
+        let tiles = self.shards.require(&tensor, &[DType::I16], &shape)?;
         let of_inputs = self.scales(".suh", ".su", cols)?;
         let of_outputs = self.scales(".svh", ".sv", rows)?;
-        let width = 8 * coding.half_bits;
-        let across = rows / TILE;
-        let mut bytes = vec![0; rows * cols * N];
-        // Outputs that are transformed together.
-        let blocks = bytes.par_chunks_mut(BLOCK * cols * N).enumerate();
-        blocks.for_each(|(block, out)| {
-            let mut values = vec![0f32; BLOCK * cols];
-            let mut words = vec![0u32; width / 2];
-            for down in 0..cols / TILE {
-                for tile in 0..BLOCK / TILE {
-                    let at = 2 * width * (down * across + block * (BLOCK / TILE) + tile);
-                    let packed = trellis.data()[at..at + 2 * width].as_chunks::<4>().0;
-                    for (word, packed) in words.iter_mut().zip(packed) {
-                        *word = u32::from_le_bytes(*packed);
-                    }
-                    for (t, value) in coding.values(&words).into_iter().enumerate() {
-                        let (input, output) = place(t);
-                        let row = tile * TILE + output;
-                        values[row * cols + down * TILE + input] = value.to_f32();
-                    }
-                }
-            }
-            let mut column = [0f32; BLOCK];
-            for input in 0..cols {
-                for (row, v) in column.iter_mut().enumerate() {
-                    *v = values[row * cols + input];
-                }
-                transform(&mut column);
-                for (row, v) in column.iter().enumerate() {
-                    values[row * cols + input] = *v;
-                }
-            }
-            let of_outputs = &of_outputs[block * BLOCK..];
-            let rows = values.chunks_exact_mut(cols).zip(of_outputs);
-            for ((row, scale), out) in rows.zip(out.chunks_exact_mut(cols * N)) {
-                transform(row);
-                for ((v, of_input), out) in
-                    row.iter().zip(&of_inputs).zip(out.as_chunks_mut::<N>().0)
-                {
-                    *out = encode(v * of_input * scale);
-                }
-            }
-        });
-        Tensor::new(dtype, vec![rows, cols], bytes.into())
+        Exl3Weight::new(scheme, dims, tiles.data().clone(), of_inputs, of_outputs)
     }
+}
+
+/// True if devices hold the weight in its own codes, whose scheme is `scheme`. Rows of embeddings are looked up one by one;
+/// experts are one stack there, in which scales of
+/// inputs would differ.
+fn is_kept(name: &str, scheme: Exl3Scheme) -> bool {
+    scheme.whole_bits().is_some() && in_experts(name).is_none() && name != EMBEDDING
 }
 
 impl Expansion for Exl3 {
@@ -292,83 +176,18 @@ impl Expansion for Exl3 {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        Exl3Tensors { shards, name }.expand(dims, dtype, encode)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Sums over a tile of random words, as exllamav3 1.6.5 decodes it: bits, code, the values times their places
-    /// counted from 1, and their squares.
-    const SUMS: [(f64, usize, f64, f64); 25] = [
-        (1.0, 0, -730.372314453, 426.723406181),
-        (2.0, 0, 1533.559204102, 377.568038911),
-        (3.0, 0, -2142.8046875, 348.454208508),
-        (4.0, 0, -853.788696289, 370.64245452),
-        (5.0, 0, -3567.505126953, 368.746449888),
-        (6.0, 0, -4450.941162109, 404.79385756),
-        (7.0, 0, 4619.948486328, 341.271893471),
-        (8.0, 0, 807.60546875, 372.021851107),
-        (2.0, 1, 1503.814453125, 387.163368985),
-        (3.0, 1, 3368.752197266, 442.570873246),
-        (4.0, 1, 619.396972656, 381.316405803),
-        (5.0, 1, 951.926147461, 409.827047676),
-        (6.0, 1, -874.293823242, 434.276641488),
-        (8.0, 1, 5549.243896484, 413.385777414),
-        (1.0, 2, -2530.37197876, 247.475156585),
-        (2.0, 2, 1267.737121582, 245.246562959),
-        (3.0, 2, -2462.915924072, 248.886939218),
-        (4.0, 2, 1130.440223694, 260.512198233),
-        (5.0, 2, -405.679908752, 256.135462541),
-        (6.0, 2, 9.78604126, 256.839211519),
-        (7.0, 2, -2679.753471375, 288.733535873),
-        (8.0, 2, 5.158935547, 265.206514008),
-        (1.5, 2, -608.356323242, 252.333424865),
-        (2.5, 2, -610.769508362, 230.259807227),
-        (3.5, 2, -1910.523445129, 276.672216802),
-    ];
-
-    #[test]
-    fn tiles_are_decoded_as_by_the_program_that_made_them() {
-        let mcg = Codebook::Halves {
-            multiplier: MCG,
-            addend: 0,
-        };
-        let codes = [FIRST, mcg, Codebook::Bytes { multiplier: MUL1 }];
-        for (bits, code, by_place, squares) in SUMS {
-            let half_bits = (2.0 * bits) as usize;
-            let mut random = 12_345u64;
-            let words: Vec<u32> = std::iter::repeat_with(|| {
-                random = random
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                (random >> 32) as u32
-            })
-            .take(4 * half_bits)
-            .collect();
-            let code = codes[code];
-            let values = Coding { code, half_bits }.values(&words);
-            let values = values.map(f16::to_f64);
-            let places = values.iter().zip(1u32..).map(|(v, t)| v * f64::from(t));
-            let sum: f64 = places.sum();
-            assert!((sum - by_place).abs() < 1e-6, "{bits} {code:?}: {sum}");
-            let sum: f64 = values.iter().map(|v| v * v).sum();
-            assert!((sum - squares).abs() < 1e-6, "{bits} {code:?}: {sum}");
-        }
+        let weight = Exl3Tensors { shards, name }.read(dims)?;
+        weight.expand(dtype, encode)
     }
 
-    #[test]
-    fn every_value_of_a_tile_has_its_own_place() {
-        let mut seen = [false; VALUES];
-        for t in 0..VALUES {
-            let (input, output) = place(t);
-            assert!(!std::mem::replace(&mut seen[input * TILE + output], true));
-        }
-        assert_eq!(
-            (place(0), place(1), place(3), place(4), place(8), place(32)),
-            ((0, 0), (1, 0), (9, 0), (0, 8), (2, 0), (0, 1))
-        );
+    fn in_codes(&self, shards: &Shards, name: &str, dims: Dims) -> Result<Option<Weight>> {
+        let weight = Exl3Tensors { shards, name }.read(dims)?;
+        let kept = is_kept(name, weight.scheme());
+        Ok(kept.then_some(Weight::Quantized(QuantizedWeight::Exl3(weight))))
+    }
+
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<Scheme> {
+        let scheme = Exl3Tensors { shards, name }.scheme().ok()??;
+        is_kept(name, scheme).then_some(Scheme::Exl3(scheme))
     }
 }

@@ -4,6 +4,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::DenseStore;
 use crate::error::Result;
 use crate::exactness::Exactness;
+use crate::scheme::Scheme;
 use crate::shards::Shards;
 use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
@@ -45,6 +46,21 @@ pub(super) trait Expansion: Send + Sync {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor>;
+
+    /// Such a weight in the format's own codes, if devices have kernels for them.
+    ///
+    /// # Errors
+    /// Those of [`Expansion::expand`].
+    fn in_codes(&self, shards: &Shards, name: &str, dims: Dims) -> Result<Option<Weight>> {
+        let _ = (shards, name, dims);
+        Ok(None)
+    }
+
+    /// The scheme of what [`Expansion::in_codes`] returns.
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<Scheme> {
+        let _ = (shards, name);
+        None
+    }
 
     /// True if the tensor `name` has the weights of all experts of a layer in the format's codes.
     fn is_stack(&self, shards: &Shards, name: &str) -> bool {
@@ -119,6 +135,21 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
             }
         };
         Ok(Weight::Dense(tensor))
+    }
+
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        let coded = match self.is_expanded(name) {
+            true => self.expansion.in_codes(&self.dense.shards, name, dims)?,
+            false => None,
+        };
+        coded.map_or_else(|| Overlay::matrix(self, name, dims), Ok)
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        match self.is_expanded(name) {
+            true => self.expansion.scheme(&self.dense.shards, name),
+            false => None,
+        }
     }
 
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {

@@ -15,6 +15,7 @@ pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_fil
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::DenseStore;
 use crate::error::{Error, Result};
+use crate::exl3::Exl3Scheme;
 use crate::scheme::{Levels, Scales, Scheme, Zeros};
 use crate::shards::Shards;
 use crate::store::{Overlay, WeightStore};
@@ -168,6 +169,7 @@ fn layout(
                 (part::INPUT_SCALES, DType::F16, vec![cols]),
             ];
         }
+        Scheme::Exl3(_) => unreachable!("neither read nor written"),
     };
     let groups = scheme.group.count(cols);
     let mut layout = vec![(part::CODES, DType::U8, vec![rows, scheme.bits.bytes(cols)])];
@@ -202,6 +204,7 @@ fn read_quantized(shards: &Shards, name: &str, stored: TensorScheme, dims: Dims)
     let valid = match stored.scheme {
         Scheme::Affine(scheme) => scheme.check(),
         Scheme::Trellis(scheme) => scheme.check(dims),
+        Scheme::Exl3(scheme) => Err(not_stored(scheme)),
     };
     valid.map_err(|e| {
         let part = format!("{name}{}", part::CODES);
@@ -239,6 +242,7 @@ fn read_quantized(shards: &Shards, name: &str, stored: TensorScheme, dims: Dims)
     let codes = bytes(part::CODES)?.unwrap_or_default();
     let scheme = match stored.scheme {
         Scheme::Affine(scheme) => scheme,
+        Scheme::Exl3(scheme) => return Err(not_stored(scheme)),
         Scheme::Trellis(scheme) => {
             let values = |suffix| Ok(halves(&read(suffix)?.expect("part of the layout")));
             let (rows, inputs) = (values(part::SCALES)?, values(part::INPUT_SCALES)?);
@@ -302,6 +306,15 @@ fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
     shards.error(&format!("{name}{suffix}"), expected, found)
 }
 
+/// Files of nq have no EXL3: what is written of it are its values.
+fn not_stored(scheme: Exl3Scheme) -> Error {
+    Error::Weight {
+        what: "codes",
+        expected: "a scheme of nq's own files".into(),
+        found: scheme.to_string(),
+    }
+}
+
 /// The tensors that store `weight`, by name.
 fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     let quantized = match weight {
@@ -310,6 +323,7 @@ fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     };
     let mut data = match quantized {
         QuantizedWeight::Affine(a) => affine_parts(a.parts()),
+        QuantizedWeight::Exl3(w) => return Err(not_stored(w.scheme())),
         QuantizedWeight::Trellis(t) => BTreeMap::from([
             (part::CODES, t.words().clone()),
             (part::SCALES, little(t.row_scales())),

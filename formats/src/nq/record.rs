@@ -57,6 +57,7 @@ impl Serialize for TensorScheme {
             levels,
         } = match self.scheme {
             Scheme::Trellis(scheme) => return scheme.serialize(to),
+            Scheme::Exl3(scheme) => return scheme.serialize(to),
             Scheme::Affine(scheme) => scheme,
         };
         let g_idx = self.g_idx;
@@ -105,7 +106,7 @@ impl TensorScheme {
             scheme: weight.scheme(),
             g_idx: match weight {
                 QuantizedWeight::Affine(a) => a.g_idx().is_some(),
-                QuantizedWeight::Trellis(_) => false,
+                QuantizedWeight::Trellis(_) | QuantizedWeight::Exl3(_) => false,
             },
         }
     }
@@ -115,7 +116,7 @@ impl TensorScheme {
         match self.scheme {
             Scheme::Affine(scheme) if scheme.is_plain() => FIRST_VERSION,
             Scheme::Affine(_) => 2,
-            Scheme::Trellis(_) => 3,
+            Scheme::Trellis(_) | Scheme::Exl3(_) => 3,
         }
     }
 }

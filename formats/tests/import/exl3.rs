@@ -3,7 +3,7 @@
 use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, Exactness, Tensor, Weight, nq};
+use nq_formats::{Checkpoint, Exactness, QuantizedWeight, Scheme, Tensor, Weight, nq};
 use nq_model::names::{Shape, is_layer_linear, parameters};
 use nq_model::{DType, Dims};
 use safetensors::SafeTensors;
@@ -238,11 +238,29 @@ fn weights_are_expanded_as_the_format_says() {
     assert_eq!(opened.store().format(), "exl3");
     assert!(opened.left_over().is_empty(), "{:?}", opened.left_over());
     nq::verify(&opened).unwrap();
+    let (mut whole, mut halves_of_bits) = (0, 0);
     for (name, (dims, values)) in &expected {
         let store = opened.store();
         let weight = store.matrix(name, Dims::new(dims.0, dims.1)).unwrap();
         assert!(matches!(&weight, Weight::Dense(t) if t.dtype() == DType::F16));
         assert_eq!(store.exactness(name), Exactness::ValuesRounded(DType::F16));
+        // Devices have codes of whole bits as they are, the same values to the bit.
+        let coded = store
+            .matrix_in_codes(name, Dims::new(dims.0, dims.1))
+            .unwrap();
+        let scheme = store.scheme_in_levels(name);
+        match (&coded, scheme) {
+            (Weight::Quantized(QuantizedWeight::Exl3(w)), Some(Scheme::Exl3(scheme))) => {
+                assert_eq!((w.scheme(), scheme.bits().fract()), (scheme, 0.0));
+                let Weight::Dense(values) = &weight else {
+                    unreachable!("checked above")
+                };
+                assert_eq!(w.to_f16().unwrap().data(), values.data(), "{name}");
+                whole += 1;
+            }
+            (Weight::Dense(_), None) => halves_of_bits += 1,
+            other => panic!("{name}: {other:?}"),
+        }
         let stored = store.stored(name, Dims::new(dims.0, dims.1)).unwrap();
         let size = values.iter().fold(0f64, |m, v| m.max(v.abs()));
         let mut row = vec![0f32; dims.1];
@@ -258,6 +276,11 @@ fn weights_are_expanded_as_the_format_says() {
             assert!(row.iter().copied().eq(rounded), "{name}");
         }
     }
+
+    assert!(
+        whole >= 5 && halves_of_bits >= 2,
+        "{whole}, {halves_of_bits}"
+    );
 
     let refused = |name: &str, tensor: Option<Tensor>, expect: &[&str]| {
         let others = tensors.iter().filter(|(n, _)| n != name).cloned();

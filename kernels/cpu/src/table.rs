@@ -12,6 +12,7 @@
 )]
 
 use super::kv::KvView;
+use super::linear::exl3;
 use super::linear::float::{self, GEMV_COLUMNS, GEMV_TOGETHER, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;
@@ -132,6 +133,7 @@ pub(crate) struct KernelTable {
     pub(crate) transform: fn(&mut [f32], &[f16]),
     pub(crate) turn: fn(&[f32], usize, &mut [f32]),
     pub(crate) trellis_values: fn(Code, &[u32], &mut [f32]),
+    pub(crate) exl3_values: fn(&PanelWeight, usize, Range<usize>, &mut [f32]),
     pub(crate) silu_mul: fn(&mut [f32], &[f32]),
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     pub(crate) norm_rope: fn(&mut [f32], &[f32], f32, &[(f32, f32)]),
@@ -425,6 +427,7 @@ macro_rules! instantiate {
                 interleave_quads = products::interleave[codes: &[i8], group: Option<usize>, to: &mut [i8], c: usize, width: usize] -> ();
                 transform = products::transform[x: &mut [f32], scales: &[f16]] -> ();
                 turn = products::turn[x: &[f32], group: usize, out: &mut [f32]] -> ();
+                exl3_values = exl3::values[w: &PanelWeight, strip: usize, spans: Range<usize>, out: &mut [f32]] -> ();
                 trellis_values = products::values[code: Code, quads: &[u32], out: &mut [f32]] -> ();
                 silu_mul = rows::silu_mul[gate: &mut [f32], up: &[f32]] -> ();
                 rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
@@ -474,6 +477,7 @@ macro_rules! instantiate {
                 transform,
                 turn,
                 trellis_values,
+                exl3_values,
                 silu_mul,
                 rms_norm,
                 norm_rope,

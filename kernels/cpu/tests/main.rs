@@ -2,6 +2,7 @@
 
 mod common;
 mod delta;
+mod exl3;
 mod linear;
 mod ops;
 mod trellis;

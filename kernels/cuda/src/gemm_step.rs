@@ -138,7 +138,7 @@ impl StepInstance {
 /// Blocks of a wide step's head: values per row that `best` of [`StepOutput::Head`] must hold.
 pub fn wide_best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
     let plan = || StepPlan::new(gpu.info().multiprocessors, m, &w.shape(), false);
-    w.trellis_strips().unwrap_or_else(|| plan().taken)
+    w.bests().unwrap_or_else(|| plan().taken)
 }
 
 impl Gpu {

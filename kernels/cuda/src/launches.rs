@@ -74,6 +74,7 @@ impl Trace {
             many: 2048,
             inputs: 25_600,
             weights: 151_936 * 4096,
+            gate: 25_600,
         };
         let room = Some(TrellisRoom::new(&gpu, sizes).unwrap());
         let options = StreamOptions {

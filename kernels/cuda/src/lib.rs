@@ -25,6 +25,7 @@ mod delta;
 mod driver;
 #[forbid(unsafe_code)]
 pub mod engine;
+mod exl3;
 mod experts;
 mod gemm;
 mod gemm_step;

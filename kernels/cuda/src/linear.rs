@@ -2,13 +2,14 @@
 
 use super::bank::{BankHalf, LayerBank};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
+use super::exl3::Exl3Parts;
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
 use crate::cuda::places::ExpertPlaces;
 use crate::cuda::reference::LinearReferenceArgs;
 use crate::cuda::weights::PackedWeight;
-use nq_formats::Weight;
+use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::{Error, Result};
 use nq_model::Dims;
 
@@ -55,6 +56,8 @@ pub struct DeviceLinear {
     /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows and, behind them, of its
     /// inputs.
     pub(super) trellis: Option<TrellisParts>,
+    /// Of a weight in EXL3's codes.
+    pub(super) exl3: Option<Exl3Parts>,
     /// Of experts in a bank, which kernels find by its table: `codes` and `meta` are then its rooms.
     bank: Option<BankHalf>,
 }
@@ -79,6 +82,18 @@ pub(super) struct WeightSizes {
     pub(super) meta_bytes: i32,
     /// Among those of blocks.
     pub(super) scheme: i32,
+}
+
+fn is_exl3(w: &Weight) -> bool {
+    matches!(w, Weight::Quantized(QuantizedWeight::Exl3(_)))
+}
+
+/// A weight in EXL3's codes as its values in FP16; another as it is.
+fn in_halves(w: &Weight) -> Result<Weight> {
+    match w {
+        Weight::Quantized(QuantizedWeight::Exl3(w)) => Ok(Weight::Dense(w.to_f16()?)),
+        other => Ok(other.clone()),
+    }
 }
 
 /// Number of bytes packed and copied at a time.
@@ -117,6 +132,11 @@ impl Uploader {
     /// [`Error::DeviceMemory`].
     pub fn pack(&mut self, parts: &[&Weight], stack: Stack, plain: bool) -> Result<DeviceLinear> {
         let packing = Packing::new(parts, stack, plain)?;
+        // No row of EXL3 is decoded alone: where others are beside them, all values become FP16 first.
+        if !matches!(packing.kind(), PackedKind::Exl3(_)) && parts.iter().any(|w| is_exl3(w)) {
+            let halves: Vec<Weight> = parts.iter().map(|w| in_halves(w)).collect::<Result<_>>()?;
+            return self.pack(&halves.iter().collect::<Vec<_>>(), stack, plain);
+        }
         let heights: Vec<usize> = parts.iter().map(|w| w.dims().rows).collect();
         let (kind, inputs) = (packing.kind(), packing.inputs());
         let mut linear = DeviceLinear::zeros(&self.gpu, kind, &heights, inputs)?;
@@ -129,6 +149,20 @@ impl Uploader {
                     let host = staging.turn();
                     host.values_mut()?[..piece.len()].copy_from_slice(piece);
                     stream.write(codes, at * words.len() + i * STAGING, host, 0..piece.len())?;
+                }
+                Ok(())
+            })?;
+            linear.meta.write(0, bytemuck::cast_slice(&scales))?;
+            return Ok(linear);
+        }
+        if let Some(exl3) = &mut linear.exl3 {
+            let (stream, staging) = (&self.stream, &mut self.staging);
+            let codes = &mut linear.codes;
+            let scales = exl3.upload(parts, stack, |at, words| {
+                for (i, piece) in words.chunks(STAGING).enumerate() {
+                    let host = staging.turn();
+                    host.values_mut()?[..piece.len()].copy_from_slice(piece);
+                    stream.write(codes, at + i * STAGING, host, 0..piece.len())?;
                 }
                 Ok(())
             })?;
@@ -184,7 +218,13 @@ impl DeviceLinear {
         };
         let shape = PackedShape::new(kind, rows, inputs);
         let room = |bytes: usize| gpu.zeros("weights", bytes);
+        let mut exl3 = None;
         let (codes, meta) = match kind {
+            PackedKind::Exl3(bits) => {
+                let (parts, codes, meta) = Exl3Parts::zeros(gpu, bits, heights, inputs)?;
+                exl3 = Some(parts);
+                (room(codes)?, room(meta)?)
+            }
             PackedKind::Trellis(scheme) => {
                 let (codes, meta) = TrellisParts::bytes(scheme, heights, inputs);
                 (gpu.zeros("weights", codes)?, gpu.zeros("weights", meta)?)
@@ -199,6 +239,7 @@ impl DeviceLinear {
             inputs,
             scale: 1.0,
             trellis,
+            exl3,
             bank: None,
         })
     }
@@ -215,6 +256,7 @@ impl DeviceLinear {
             inputs: half.inputs,
             scale: half.scale,
             trellis: None,
+            exl3: None,
             bank: Some(half),
         }
     }
@@ -253,6 +295,7 @@ impl DeviceLinear {
             inputs,
             scale: 1.0,
             trellis: None,
+            exl3: None,
             bank: None,
         }
     }
@@ -329,7 +372,7 @@ impl DeviceLinear {
 
     /// Codes, metadata and the scale of all, checked as operands of `o`.
     pub(super) fn operands(&self, o: &Operands<'_>) -> Result<(Address, Address, f32)> {
-        if self.is_trellis() {
+        if self.is_unpacked() {
             return o.refuse("a weight", "integer codes or FP16", self.kind().name());
         }
         if self.bank.is_some() {

@@ -125,7 +125,7 @@ impl<'a> Packing<'a> {
         }
         let exponent = match kind {
             PackedKind::Fp16 => common_exponent(parts)?,
-            PackedKind::Affine { .. } | PackedKind::Trellis(_) => 0,
+            PackedKind::Affine { .. } | PackedKind::Trellis(_) | PackedKind::Exl3(_) => 0,
         };
         Ok(Packing {
             kind,

@@ -105,6 +105,9 @@ impl Stream {
         if let Some(parts) = &p.w.trellis {
             return self.multiply_trellis(&p, parts, output);
         }
+        if let Some(parts) = &p.w.exl3 {
+            return self.multiply_exl3(&p, parts, output);
+        }
         p.check()?;
         let plan = ProductPlan::checked(&p.o, p.w.shape(), p.asked)?;
         let to = output.written(&p.o, p.m, p.w.rows(), plan.shares())?;

@@ -5,10 +5,10 @@ use super::{
     advance, attention, bandwidth, batch, collectives, delta, experts, gemm, gemm_step, gemv, grad,
     grouped, linear,
 };
-use super::{prefill, rows, second_order, step_layers, tower, trellis};
+use super::{exl3, prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 29] = [
+static TABLE: [&[&KernelRow]; 30] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -19,6 +19,7 @@ static TABLE: [&[&KernelRow]; 29] = [
     batch::rows::ROWS,
     collectives::ROWS,
     delta::ROWS,
+    exl3::ROWS,
     experts::ROWS,
     gemm::ROWS,
     gemm_step::ROWS,

@@ -8,6 +8,7 @@ pub(super) mod room;
 pub(super) mod stack;
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
+use super::exl3::Exl3Parts;
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -26,9 +27,9 @@ use stack::TrellisParts;
 /// Most rows that are multiplied by codes as they are.
 pub const MOST_ROWS: usize = 64;
 /// Threads of the kernels of products, by group.
-const THREADS: [usize; 2] = [512, 256];
+pub(super) const THREADS: [usize; 2] = [512, 256];
 /// Most inputs of a product: the sum of their digits has 32 bits.
-const MOST_INPUTS: usize = 32_768;
+pub(super) const MOST_INPUTS: usize = 32_768;
 
 /// Weights of a product `[rows, inputs]` as packed FP16 values: rows padded to whole tiles, inputs to whole spans.
 pub fn packed_weights(rows: usize, inputs: usize) -> usize {
@@ -36,10 +37,9 @@ pub fn packed_weights(rows: usize, inputs: usize) -> usize {
 }
 
 /// Shared memory of a product, without the row of x of which it makes digits itself: `RowsOf::ROW` of
-/// `cuda/trellis_rows.cu`.
-fn rows_shared(scheme: TrellisScheme, which: usize) -> usize {
+/// `cuda/trellis_rows.cuh`. `unit`: bytes of a tile of a strip.
+pub(super) fn rows_shared_of(unit: usize, which: usize) -> usize {
     let (group, warps) = (GROUPS[which], THREADS[which] / LANES);
-    let unit = unit_bytes(scheme);
     let end = (warps / 2 + 2) * STRIP * group * size_of::<f32>() + 1024;
     let stages = ((ROWS_SHARED - end) / (warps * unit)).min(4);
     stages * warps * unit + end
@@ -80,7 +80,7 @@ fn index_of(scheme: TrellisScheme) -> usize {
 kernels! {
     TRELLIS_INPUTS: TrellisInputsArgs = "trellis_inputs" in "trellis_inputs.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
-        instances &["trellis_inputs_sum", "trellis_inputs_octagon"];
+        instances &["trellis_inputs_sum", "trellis_inputs_octagon", "trellis_inputs_exl3"];
     TRELLIS_TURN: TrellisTurnArgs = "trellis_turn" in "trellis_inputs.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis";
     TRELLIS_ROWS: TrellisRowsArgs = "trellis_rows" in "trellis_rows.cu",
@@ -92,6 +92,11 @@ kernels! {
     TRELLIS_EMBED: TrellisEmbedArgs = "trellis_embed" in "trellis_expand.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::embeddings", bench "trellis",
         instances codes!("trellis_embed");
+}
+
+/// The kernel that prepares rows of x for products with EXL3's codes.
+pub(super) fn exl3_inputs() -> Instance<TrellisInputsArgs> {
+    TRELLIS_INPUTS.instance(2)
 }
 
 /// A trellis weight as an operand.
@@ -143,6 +148,11 @@ impl DeviceLinear {
         self.trellis.is_some()
     }
 
+    /// True if it is in codes that are not packed as others are: those of trellises, or of EXL3.
+    pub(super) fn is_unpacked(&self) -> bool {
+        self.trellis.is_some() || self.exl3.is_some()
+    }
+
     fn trellis_operand(&self, o: &Operands<'_>) -> Result<Operand<'_>> {
         match &self.trellis {
             Some(parts) => Ok(Operand { w: self, parts }),
@@ -150,9 +160,16 @@ impl DeviceLinear {
         }
     }
 
-    /// Strips of a weight in a trellis code: values per row that `best` of a head's product must hold.
+    /// Strips of a weight in a trellis code.
     pub(super) fn trellis_strips(&self) -> Option<usize> {
         self.trellis.as_ref().map(|parts| parts.strips)
+    }
+
+    /// Values per row that `best` of a head's product must hold, if the head is in a trellis code or in one of EXL3: its
+    /// strips.
+    pub(super) fn bests(&self) -> Option<usize> {
+        let exl3 = self.exl3.as_ref().map(Exl3Parts::strips);
+        self.trellis_strips().or(exl3)
     }
 }
 
@@ -190,7 +207,7 @@ impl Operand<'_> {
 
 impl Stream {
     /// The room of this stream for products with trellis codes.
-    fn trellis_room<'s>(&'s self, o: &Operands<'_>) -> Result<&'s TrellisRoom> {
+    pub(super) fn trellis_room<'s>(&'s self, o: &Operands<'_>) -> Result<&'s TrellisRoom> {
         match self.room() {
             Some(room) => Ok(room),
             None => o.refuse("a stream", "with memory for trellis codes", "one without"),
@@ -257,7 +274,7 @@ impl Stream {
         let (gain, scales, eps) = (to.gain(o, inputs)?, w.input_scales(o)?, to.eps());
         // Of one row the blocks of the product make digits themselves, where there is room for it.
         let has_room = o.gpu().info().shared_memory;
-        let mut shared = rows_shared(w.parts.scheme, which);
+        let mut shared = rows_shared_of(unit_bytes(w.parts.scheme), which);
         let with_row = shared + inputs * size_of::<f32>();
         let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && with_row <= has_room;
         if owns {
@@ -309,6 +326,7 @@ impl Stream {
                 &room.parts,
                 &[groups, blocks * 2, of_super * STRIP, group],
             )?,
+            gate: Address::NULL,
             m: m as i32,
             rows: w.w.rows() as i32,
             strips: strips as i32,
@@ -318,6 +336,7 @@ impl Stream {
             eps,
             // Otherwise the kernel before held its dependents already.
             holds_dependents: i32::from(p.holds_dependents && owns),
+            ..TrellisRowsArgs::default()
         };
         let shape = LaunchShape::new([blocks, groups, 1], THREADS[which])
             .shared(shared)

@@ -6,6 +6,7 @@ use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, read_row};
 use crate::methods::rtn;
+use crate::schemes::not_made;
 use crate::second_order::InputStats;
 use nq_formats::trellis::BLOCK;
 use nq_formats::{Scheme, TrellisScheme, Weight};
@@ -59,6 +60,7 @@ impl Found {
                 Scheme::Trellis(scheme) => {
                     return Ok(scale * of_trellis(scheme, rows, importance));
                 }
+                Scheme::Exl3(scheme) => return Err(not_made(scheme)),
             };
             let rounded = rtn::round(rows, Grid::new(scheme)?, Fit::clip(), importance);
             Ok(scale * weighted(&rounded.change(rows), importance))

@@ -105,6 +105,12 @@ fn models() -> Vec<(String, ModelConfig, Store, ActivationChoice)> {
             true => "trellis3 octagon".parse().unwrap(),
             false => "trellis4 sum".parse().unwrap(),
         });
+        models.push((
+            format!("{family}, EXL3"),
+            config.clone(),
+            store.in_exl3(),
+            auto,
+        ));
         for activations in [auto, ActivationChoice::F32] {
             let name = format!("{family}, trellises, {activations}");
             models.push((name, config.clone(), trellises.clone(), activations));

@@ -1,7 +1,9 @@
 //! nq's forward compared with candle's, and with itself cut up differently.
 
-use crate::common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
-use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use crate::common::{
+    Store, candle, distance, feed, fused_config, nq, options, session, small_config, tokens,
+};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_load::load;
 use nq_model::{
     ARCHITECTURES, Architecture, AttentionSpec, BlockSpec, HeadNorms, LayerSpec, LinearKind,
@@ -179,6 +181,43 @@ fn quantized_weights_equal_their_dequantized_values() {
                 }
             }
         }
+    }
+}
+
+/// EXL3 is held in its own codes, and gives what its values in f32 give.
+#[test]
+fn exl3_equals_its_values() {
+    let config = ModelConfig {
+        hidden_size: 256,
+        intermediate_size: 384,
+        vocab_size: 256,
+        tie_word_embeddings: false,
+        ..fused_config()
+    };
+    let store = Store::random(&config, 7).in_exl3();
+    let coded = nq(&config, &store);
+    let values = nq(&config, &store.dequantized());
+    let held = |w: &Weight| match w {
+        Weight::Quantized(_) => w.bytes(),
+        Weight::Dense(_) => 0,
+    };
+    let codes: usize = store.matrices.values().map(held).sum();
+    let all: usize = store.matrices.values().map(Weight::bytes).sum();
+    // Beside the codes a token reads one row of the embedding, which is not coded.
+    let floats = all - codes;
+    assert!(
+        codes > 0 && coded.bytes_per_token() < codes + floats / 100,
+        "{codes}"
+    );
+    let text = tokens(40, 3);
+    let (mut a, mut b) = (session(&*coded, 1), session(&*values, 1));
+    let mut at = 0;
+    for n in [21, 9, 1, 1, 1, 7] {
+        let part = &text[at..at + n];
+        let (a, b) = (feed(&mut *a, 0, part), feed(&mut *b, 0, part));
+        let d = distance(&a, &b);
+        assert!(d < CLOSE, "tokens {at}..{}: {d}", at + n);
+        at += n;
     }
 }
 

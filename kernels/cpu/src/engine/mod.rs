@@ -87,7 +87,12 @@ impl CpuEngine {
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         // Load the largest weight first: it is held twice while nothing else is held yet.
-        let head_weight = models::head(store, config)?;
+        // Reference kernels take values row by row.
+        let reference = options.kernels == KernelSet::Reference;
+        let head_weight = match reference {
+            true => models::head(store, config)?,
+            false => models::head_in_codes(store, config)?,
+        };
         let head = pack(&cpu, options, "head", 1, &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
@@ -100,7 +105,10 @@ impl CpuEngine {
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         let mut tables = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
-            let weights = LayerWeights::read(store, config, index)?;
+            let weights = match reference {
+                true => LayerWeights::read(store, config, index)?,
+                false => LayerWeights::read_in_codes(store, config, index)?,
+            };
             layers.push(pack_layer(
                 &cpu,
                 config,

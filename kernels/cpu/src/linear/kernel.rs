@@ -48,7 +48,7 @@ impl LinearKernel {
             order: w.order.clone(),
             sums: asymmetric.then_some(w.group),
             columns: self.columns,
-            input_scales: w.trellis.as_ref().map(|t| t.input_scales.clone()),
+            input_scales: w.input_scales().cloned(),
             values: match activations {
                 Activations::F32 => ActivationType::F32,
                 Activations::Bf16 => ActivationType::Bf16,
@@ -84,7 +84,7 @@ impl LinearKernel {
     /// Panels that it must be called with: a multiple of this, or up to the last.
     pub(crate) fn step(&self) -> usize {
         match self.codes {
-            UnitCodes::Trellis => PANELS,
+            UnitCodes::Trellis | UnitCodes::Exl3 => PANELS,
             _ => 1,
         }
     }

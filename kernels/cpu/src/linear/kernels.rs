@@ -4,6 +4,7 @@
 //! of all instruction sets share the drivers here and differ only in their
 //! `Table`. The first row whose predicates hold is chosen.
 
+use super::exl3;
 use super::float::{Byte, Five, Nibble, Six, Units};
 use super::float::{GEMV_COLUMNS, GEMV_TOGETHER};
 use super::input::Prepared;
@@ -229,7 +230,7 @@ fn many(dots: &Dots, codes: UnitCodes, wide: bool) -> [&'static [Dot]; PANELS] {
         (UnitCodes::Five | UnitCodes::Six, false) => dots.quads,
         (UnitCodes::Five | UnitCodes::Six, true) => dots.quads_wide,
         (UnitCodes::Bf16, _) => dots.bf16,
-        (UnitCodes::Trellis, _) => unreachable!("has kernels of its own"),
+        (UnitCodes::Trellis | UnitCodes::Exl3, _) => unreachable!("has kernels of its own"),
         (_, false) => dots.bytes,
         (_, true) => dots.bytes_wide,
     }
@@ -278,6 +279,10 @@ fn trellis_weights(weights: WeightKind) -> bool {
     matches!(weights, WeightKind::Trellis(_))
 }
 
+fn exl3_weights(weights: WeightKind) -> bool {
+    matches!(weights, WeightKind::Exl3(scheme) if scheme.whole_bits().is_some())
+}
+
 fn f32_activations(activations: Activations) -> bool {
     activations == Activations::F32
 }
@@ -318,6 +323,8 @@ macro_rules! rows {
                 $int16, <$simd as Simd>::BYTE_START, 2, trellis::gemv, trellis::gemm, $few16),
             ("trellis_f32", UnitCodes::Trellis, trellis_weights, f32_activations,
                 $f32, 0, 1, trellis::gemm_f32, trellis::gemm_f32),
+            ("exl3_f32", UnitCodes::Exl3, exl3_weights, f32_activations,
+                $f32, 0, 1, exl3::gemm, exl3::gemm),
             ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), int8_activations,
                 $int8, <$simd as Simd>::NIBBLE_START, 1, gemv_codes, gemm_codes),
             ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), int8_activations,

@@ -9,6 +9,7 @@
 //! the same bits whichever rows are multiplied with it.
 
 mod choose;
+pub(crate) mod exl3;
 mod experts;
 mod fetch;
 pub(crate) mod float;

@@ -13,6 +13,7 @@
 //! high bits, arranged in each byte to match the inputs of the low nibbles. Scales and zero-points
 //! are stored per group in the same order of rows. Rows past the last one are zeros.
 
+use super::exl3::{self, PackedExl3};
 use super::trellis::pack::{
     InputScales, PackedTrellis, SEQUENCES, pack as pack_trellis, words as trellis_words,
 };
@@ -23,8 +24,8 @@ use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::trellis::{self, STRIP, TILE};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
-    ZeroPoints, Zeros,
+    AffineScheme, AffineWeight, Bits, Exl3Weight, Group, QuantizedWeight, Tensor, TrellisWeight,
+    Weight, ZeroPoints, Zeros,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
@@ -50,13 +51,15 @@ pub(crate) enum UnitCodes {
     Six,
     /// A trellis code, which has no units: see [`trellis`](super::trellis).
     Trellis,
+    /// A code of EXL3, likewise: see [`exl3`].
+    Exl3,
 }
 
 impl UnitCodes {
     /// Number of inputs in a unit.
     pub(crate) const fn inputs(self) -> usize {
         match self {
-            UnitCodes::F32 | UnitCodes::Trellis => 1,
+            UnitCodes::F32 | UnitCodes::Trellis | UnitCodes::Exl3 => 1,
             UnitCodes::F16 | UnitCodes::Bf16 => 2,
             UnitCodes::Byte => 4,
             UnitCodes::Nibble => 8,
@@ -105,6 +108,7 @@ impl UnitCodes {
                 _ => vec![UnitCodes::Nibble],
             },
             Weight::Quantized(QuantizedWeight::Trellis(_)) => vec![UnitCodes::Trellis],
+            Weight::Quantized(QuantizedWeight::Exl3(_)) => vec![UnitCodes::Exl3],
             Weight::Quantized(_) => Vec::new(),
         }
     }
@@ -155,6 +159,8 @@ pub(crate) struct PanelWeight {
     pub(crate) order: Option<Arc<[u32]>>,
     /// Of a trellis weight, what it has beside its words, which are `data`.
     pub(crate) trellis: Option<PackedTrellis>,
+    /// Likewise of an EXL3 weight.
+    pub(crate) exl3: Option<PackedExl3>,
 }
 
 /// Marks a packed input that has no original input.
@@ -182,6 +188,7 @@ impl PanelWeight {
         Ok(match weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => Self::affine(team, a, codes, align),
             Weight::Quantized(QuantizedWeight::Trellis(t)) => Self::of_trellis(team, t),
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => Self::of_exl3(team, w),
             Weight::Dense(t) => Self::dense(team, t, codes, align),
             Weight::Quantized(_) => unreachable!("`Codes::of` knows it"),
         })
@@ -205,6 +212,25 @@ impl PanelWeight {
             zeros: PackedZeros::None,
             order: None,
             trellis: None,
+            exl3: None,
+        }
+    }
+
+    fn of_exl3(team: &Team, w: &Exl3Weight) -> Self {
+        let Dims { rows, cols: inputs } = w.dims();
+        PanelWeight {
+            codes: UnitCodes::Exl3,
+            rows,
+            inputs,
+            units: inputs,
+            group: inputs,
+            groups: 1,
+            data: exl3::pack(team, w),
+            scales: panels_of(team, rows, 1, &[0], w.output_scales()),
+            zeros: PackedZeros::None,
+            order: None,
+            trellis: None,
+            exl3: PackedExl3::of(w),
         }
     }
 
@@ -225,7 +251,28 @@ impl PanelWeight {
                 scheme: w.scheme(),
                 input_scales: InputScales(w.input_scales().into()),
             }),
+            exl3: None,
         }
+    }
+
+    /// What an EXL3 weight has beside its words.
+    ///
+    /// # Panics
+    /// If it is another weight.
+    pub(crate) fn exl3(&self) -> &PackedExl3 {
+        self.exl3.as_ref().expect("an EXL3 weight")
+    }
+
+    /// Factors of inputs that are then transformed.
+    pub(crate) fn input_scales(&self) -> Option<&InputScales> {
+        let trellis = self.trellis.as_ref().map(|t| &t.input_scales);
+        trellis.or(self.exl3.as_ref().map(|e| &e.input_scales))
+    }
+
+    /// Likewise.
+    pub(crate) fn input_scales_mut(&mut self) -> Option<&mut InputScales> {
+        let trellis = self.trellis.as_mut().map(|t| &mut t.input_scales);
+        trellis.or(self.exl3.as_mut().map(|e| &mut e.input_scales))
     }
 
     /// What a trellis weight has beside its words.
@@ -285,6 +332,7 @@ impl PanelWeight {
             zeros,
             order: order.map(Into::into),
             trellis: None,
+            exl3: None,
         }
     }
 
@@ -295,6 +343,7 @@ impl PanelWeight {
         let rows = rows.next_multiple_of(LANES);
         match kind {
             WeightKind::Trellis(scheme) => 4 * trellis_words(scheme, dims) + 2 * (rows + inputs),
+            WeightKind::Exl3(scheme) => 4 * exl3::words(scheme, dims) + 2 * (rows + inputs),
             WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
             WeightKind::Affine { scheme, act_order } => {
                 let (held, groups) = (scheme.held(), scheme.group.count(inputs));
@@ -326,7 +375,7 @@ impl PanelWeight {
             PackedZeros::Nibbles(b) | PackedZeros::Bytes(b) => b.len(),
             PackedZeros::Offsets(o) => 2 * o.len(),
         };
-        let inputs = (self.trellis.as_ref()).map_or(0, |t| 2 * t.input_scales.0.len());
+        let inputs = self.input_scales().map_or(0, |scales| 2 * scales.0.len());
         4 * self.data.len() + 2 * self.scales.len() + zeros + inputs
     }
 
@@ -350,6 +399,10 @@ impl PanelWeight {
             dequantize_trellis_row(self, row, out);
             return;
         }
+        if self.exl3.is_some() {
+            exl3::dequantize_row(self, row, out);
+            return;
+        }
         let words = self.units * self.codes.words();
         let panel = &self.data[row / LANES * words * LANES..];
         let unit = |u: usize| panel[u * LANES + row % LANES];
@@ -366,7 +419,7 @@ impl PanelWeight {
                 };
                 s.mul_add(q as f32, o)
             }
-            UnitCodes::Trellis => unreachable!("has no units"),
+            UnitCodes::Trellis | UnitCodes::Exl3 => unreachable!("has no units"),
         };
         match &self.order {
             None => out.iter_mut().enumerate().for_each(|(i, o)| *o = value(i)),

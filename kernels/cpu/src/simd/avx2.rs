@@ -308,6 +308,19 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
         fn mul_i(self, a: Integers, b: Integers) -> Integers {
             Integers(_mm256_mullo_epi32(a.0, b.0), _mm256_mullo_epi32(a.1, b.1))
         }
+        fn mask_and_flip(self, v: Integers, mask: i32, flip: i32) -> Integers {
+            let (mask, flip) = (_mm256_set1_epi32(mask), _mm256_set1_epi32(flip));
+            Integers(
+                _mm256_xor_si256(_mm256_and_si256(v.0, mask), flip),
+                _mm256_xor_si256(_mm256_and_si256(v.1, mask), flip),
+            )
+        }
+        fn round_f16(self, v: Floats) -> Floats {
+            Floats(
+                _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v.0)),
+                _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v.1)),
+            )
+        }
         fn sum_fours(self, v: [Integers; 4]) -> Integers {
             let [a, b, c, d] = v;
             Integers(self.sum_fours_of(a.0, b.0, c.0, d.0), self.sum_fours_of(a.1, b.1, c.1, d.1))

@@ -152,6 +152,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
         fn add_i(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
         fn mul_i(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
+        fn mask_and_flip(self, v: __m512i, mask: i32, flip: i32) -> __m512i {
+            _mm512_xor_si512(_mm512_and_si512(v, _mm512_set1_epi32(mask)), _mm512_set1_epi32(flip))
+        }
+        fn round_f16(self, v: __m512) -> __m512 {
+            _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
+        }
         fn sum_fours(self, v: [__m512i; 4]) -> __m512i {
             let [a, b, c, d] = v;
             let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));

@@ -213,6 +213,10 @@ pub(crate) trait Simd: Copy {
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
     /// The low 32 bits of the lanes' products.
     fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The lanes' bits that `mask` has, those of `flip` flipped.
+    fn mask_and_flip(self, v: Self::I, mask: i32, flip: i32) -> Self::I;
+    /// The nearest f16, ties to even, of values that are normal as f16 or have at most 11 significant bits.
+    fn round_f16(self, v: Self::F) -> Self::F;
     /// The sum of lanes `4 i ..` of `v[j]` in lane `4 i + j`.
     fn sum_fours(self, v: [Self::I; 4]) -> Self::I;
     /// Lane `4 i + k` of `v[j]` goes to lane `4 i + j` of result `k`.

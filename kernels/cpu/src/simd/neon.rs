@@ -271,6 +271,18 @@ impl Simd for Neon {
         }
         fn add_i(self, a: I, b: I) -> I { four!(i => vaddq_s32(a[i], b[i])) }
         fn mul_i(self, a: I, b: I) -> I { four!(i => vmulq_s32(a[i], b[i])) }
+        fn mask_and_flip(self, v: I, mask: i32, flip: i32) -> I {
+            four!(i => veorq_s32(vandq_s32(v[i], vdupq_n_s32(mask)), vdupq_n_s32(flip)))
+        }
+        fn round_f16(self, v: F) -> F {
+            // f16 lacks 13 bits of the mantissa.
+            four!(i => {
+                let bits = vreinterpretq_u32_f32(v[i]);
+                let odd = vandq_u32(vshrq_n_u32::<13>(bits), vdupq_n_u32(1));
+                let up = vaddq_u32(vaddq_u32(bits, odd), vdupq_n_u32(0xfff));
+                vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(!0x1fff)))
+            })
+        }
         fn sum_fours(self, v: [I; 4]) -> I {
             four!(i => vpaddq_s32(vpaddq_s32(v[0][i], v[1][i]), vpaddq_s32(v[2][i], v[3][i])))
         }

@@ -206,6 +206,14 @@ impl Simd for Scalar {
         from_fn(|i| a[i].wrapping_add(b[i]))
     }
     #[inline(always)]
+    fn mask_and_flip(self, v: I, mask: i32, flip: i32) -> I {
+        v.map(|v| v & mask as u32 ^ flip as u32)
+    }
+    #[inline(always)]
+    fn round_f16(self, v: F) -> F {
+        v.map(|v| f16::from_f32(v).to_f32())
+    }
+    #[inline(always)]
     fn mul_i(self, a: I, b: I) -> I {
         from_fn(|i| a[i].wrapping_mul(b[i]))
     }

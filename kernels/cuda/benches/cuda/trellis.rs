@@ -1,4 +1,4 @@
-//! Benches of products with trellis codes, beside INT4.
+//! Benches of products with trellis codes, and with those of EXL3, beside INT4.
 
 use super::timing::{Scheme, Timing};
 use nq_cuda::{
@@ -6,7 +6,7 @@ use nq_cuda::{
     TrellisSizes, Uploader,
 };
 use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
-use nq_formats::{QuantizedWeight, Weight};
+use nq_formats::{Exl3Code, Exl3Scheme, Exl3Weight, QuantizedWeight, Weight};
 use nq_kernels::Result;
 use nq_model::Dims;
 
@@ -40,6 +40,26 @@ fn weight(scheme: TrellisScheme, out: usize, inputs: usize) -> Weight {
     ))
 }
 
+/// An arbitrary weight in a code of EXL3.
+fn exl3_weight(scheme: Exl3Scheme, out: usize, inputs: usize) -> Weight {
+    let byte = |i: usize| (i as u32).wrapping_mul(0x9e37_79b9).rotate_left(13) as u8;
+    let tiles: Vec<u8> = (0..out / 16 * (inputs / 16) * scheme.tile_bytes())
+        .map(byte)
+        .collect();
+    let scales = |value, n| vec![half::f16::from_f32(value); n].into();
+    let dims = Dims::new(out, inputs);
+    let weight = Exl3Weight::new(
+        scheme,
+        dims,
+        tiles.into(),
+        scales(1.0, inputs),
+        scales(0.01, out),
+    );
+    Weight::Quantized(QuantizedWeight::Exl3(
+        weight.expect("a weight of these sizes"),
+    ))
+}
+
 /// Copies of a product's weight that are larger than the cache together.
 fn copies(t: &Timing, product: &str, parts: &[Weight]) -> Result<Vec<DeviceLinear>> {
     let mut uploader = Uploader::new(&t.gpu)?;
@@ -65,6 +85,7 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
         many: 512,
         inputs: 12288,
         weights: 24576 * 4096,
+        gate: 12288,
     };
     let room = TrellisRoom::new(&t.gpu, sizes)?;
     let stream = t.gpu.stream_with(StreamOptions {
@@ -93,6 +114,12 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
         for (code, bits) in schemes {
             let scheme = scheme_of(code, bits);
             let parts: Vec<Weight> = heights.iter().map(|&h| weight(scheme, h, inputs)).collect();
+            all.push((scheme.to_string(), copies(t, product, &parts)?));
+        }
+        for (code, bits) in [(Exl3Code::Mcg, 4), (Exl3Code::Mul1, 3)] {
+            let scheme = Exl3Scheme::new(code, 2 * bits).expect("a scheme of this width");
+            let parts = heights.iter().map(|&h| exl3_weight(scheme, h, inputs));
+            let parts: Vec<Weight> = parts.collect();
             all.push((scheme.to_string(), copies(t, product, &parts)?));
         }
         let x = t.gpu.upload("a benchmark", &vec![0.5f32; 16 * inputs])?;

@@ -38,7 +38,7 @@ impl Columns {
 
 /// Blocks of a product of `m` rows: the values per row that `best` of [`GemvOutput::Head`] must hold.
 pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
-    if let Some(strips) = w.trellis_strips() {
+    if let Some(strips) = w.bests() {
         return Ok(strips);
     }
     let asked = match m {

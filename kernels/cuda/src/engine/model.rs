@@ -205,12 +205,13 @@ impl CudaModel {
         let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
-        let coded = |kind: &WeightKind| matches!(kind, WeightKind::Trellis(_));
+        let coded =
+            |kind: &WeightKind| matches!(kind, WeightKind::Trellis(_) | WeightKind::Exl3(_));
         let trellis = kernels == KernelSet::Fused && kinds.values().any(coded);
         // The reference kernels do not read trellis codes.
         let plain = kernels == KernelSet::Reference;
         let kinds = |name: &str| match kinds[name] {
-            WeightKind::Trellis(_) if plain => WeightKind::Dense(DType::F16),
+            WeightKind::Trellis(_) | WeightKind::Exl3(_) if plain => WeightKind::Dense(DType::F16),
             kind => kind,
         };
         let layers = config.num_hidden_layers;

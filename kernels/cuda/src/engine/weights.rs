@@ -31,9 +31,9 @@ pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, &[], 0)
 }
 
-/// True if matrices of the model are in trellis codes.
+/// True if matrices of the model are in trellis codes, or in those of EXL3.
 pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
-    let coded = |name: &str| matches!(kinds(name), WeightKind::Trellis(_));
+    let coded = |name: &str| matches!(kinds(name), WeightKind::Trellis(_) | WeightKind::Exl3(_));
     let layer = |i: usize| {
         let linears = c.layer(i).linears();
         linears.iter().any(|l| coded(&l.name(i)))

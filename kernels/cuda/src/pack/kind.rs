@@ -2,6 +2,7 @@
 
 use super::{SPAN, TILE, Weight};
 use crate::driver::GpuInfo;
+use crate::exl3::{MOST_PARTS, PartBits};
 use nq_formats::trellis::TrellisScheme;
 use nq_formats::{Bits, Group, Levels, Scales, TwoLevel, Zeros};
 use nq_kernels::registry::WeightKind;
@@ -27,6 +28,23 @@ pub enum PackedKind {
     },
     /// A trellis code, as files have it.
     Trellis(TrellisScheme),
+    /// EXL3's codes, of each part in bits of its own.
+    Exl3(PartBits),
+}
+
+/// The bits of the parts of a stack, if all are in EXL3's codes and not too many.
+fn part_bits(parts: &[PackedKind]) -> Option<PartBits> {
+    let mut bits = PartBits::default();
+    if parts.is_empty() || parts.len() > MOST_PARTS {
+        return None;
+    }
+    for (to, part) in bits.iter_mut().zip(parts) {
+        let PackedKind::Exl3([own, ..]) = part else {
+            return None;
+        };
+        *to = *own;
+    }
+    Some(bits)
 }
 
 impl PackedKind {
@@ -59,8 +77,11 @@ impl PackedKind {
         };
         let is_read = match first {
             PackedKind::Affine { .. } => Self::read().any(|kind| kind == first),
-            PackedKind::Fp16 | PackedKind::Trellis(_) => true,
+            PackedKind::Fp16 | PackedKind::Trellis(_) | PackedKind::Exl3(_) => true,
         };
+        if let Some(bits) = part_bits(&parts) {
+            return Ok(PackedKind::Exl3(bits));
+        }
         if is_read && parts.iter().all(|part| *part == first) {
             return Ok(first);
         }
@@ -83,6 +104,10 @@ impl PackedKind {
             }
             WeightKind::Affine { scheme, act_order } if !act_order => scheme,
             WeightKind::Trellis(scheme) => return Ok(PackedKind::Trellis(scheme)),
+            WeightKind::Exl3(scheme) => {
+                let bits = scheme.whole_bits().map(|bits| [bits as u8, 0, 0, 0]);
+                return Ok(bits.map_or(PackedKind::Fp16, PackedKind::Exl3));
+            }
             _ => return Ok(PackedKind::Fp16),
         };
         let groups = match scheme.group {
@@ -231,10 +256,10 @@ impl PackedKind {
             && two_level <= own_two_level
     }
 
-    /// What kernels that do not read trellis codes read instead.
+    /// What kernels that read neither trellis codes nor EXL3's read instead.
     pub fn without_trellis(self) -> Self {
         match self {
-            PackedKind::Trellis(_) => PackedKind::Fp16,
+            PackedKind::Trellis(_) | PackedKind::Exl3(_) => PackedKind::Fp16,
             kind => kind,
         }
     }
@@ -244,6 +269,7 @@ impl PackedKind {
         match self {
             PackedKind::Fp16 => "fp16",
             PackedKind::Trellis(_) => "trellis",
+            PackedKind::Exl3(_) => "exl3",
             PackedKind::Affine { bits, .. } => match bits {
                 Bits::B2 => "int2",
                 Bits::B3 => "int3",
@@ -258,7 +284,7 @@ impl PackedKind {
     /// Bits per code: 2 to 6, 8 or 16; 16 for trellis codes, which have no packed layout.
     pub fn bits(self) -> usize {
         match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 16,
+            PackedKind::Fp16 | PackedKind::Trellis(_) | PackedKind::Exl3(_) => 16,
             PackedKind::Affine { bits, .. } => bits.width(),
         }
     }
@@ -289,7 +315,7 @@ impl PackedKind {
     /// Bytes of scales and zero-points in one record.
     pub(crate) fn meta_bytes(self) -> usize {
         match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
+            PackedKind::Fp16 | PackedKind::Trellis(_) | PackedKind::Exl3(_) => 0,
             PackedKind::Affine {
                 bits,
                 zeros,
@@ -334,7 +360,7 @@ impl PackedKind {
     /// `META` of `cuda/weights.cuh`, padded to 16 bytes.
     pub(crate) fn meta_room(self) -> usize {
         match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
+            PackedKind::Fp16 | PackedKind::Trellis(_) | PackedKind::Exl3(_) => 0,
             PackedKind::Affine {
                 bits,
                 zeros,
@@ -371,7 +397,7 @@ impl PackedKind {
     /// Scale groups per span; 1 without scales.
     pub fn groups(self) -> usize {
         match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 1,
+            PackedKind::Fp16 | PackedKind::Trellis(_) | PackedKind::Exl3(_) => 1,
             PackedKind::Affine { groups, .. } => groups,
         }
     }

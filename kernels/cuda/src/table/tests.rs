@@ -156,7 +156,7 @@ fn rows_are_the_kernels_of_the_sources() {
         if path.extension().is_some_and(|e| e == "cu") {
             let name = path.file_name().unwrap().to_string_lossy().into_owned();
             // The lists of schemes, which are macros.
-            let headers = ["weights.cuh", "trellis.cuh"];
+            let headers = ["weights.cuh", "trellis.cuh", "exl3.cuh"];
             let header: String = headers
                 .map(|h| read(&workspace().join("kernels/cuda").join(h)))
                 .concat();

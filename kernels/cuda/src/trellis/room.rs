@@ -7,7 +7,7 @@ use nq_formats::trellis::{BLOCK, Code, LANES, STRIP};
 use nq_kernels::Result;
 
 /// Rows of x that a block multiplies at once: few, or many.
-pub(super) const GROUPS: [usize; 2] = [4, 16];
+pub(crate) const GROUPS: [usize; 2] = [4, 16];
 
 /// What sessions of a model with trellis codes need memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,24 +20,33 @@ pub struct TrellisSizes {
     pub inputs: usize,
     /// Most weights of another product that are held for many rows: see [`packed_weights`](crate::packed_weights).
     pub weights: usize,
+    /// Most outputs of a gate in EXL3's codes.
+    pub gate: usize,
 }
 
 /// Memory between the kernels of a product, which a stream has for one after the other.
 pub struct TrellisRoom {
-    pub(super) sizes: TrellisSizes,
-    pub(super) digits: Buffer<u8>,
-    pub(super) steps: Buffer<[f32; 2]>,
+    pub(crate) sizes: TrellisSizes,
+    pub(crate) digits: Buffer<u8>,
+    pub(crate) steps: Buffer<[f32; 2]>,
     /// Zeros between products.
-    pub(super) parts: Buffer<u32>,
-    pub(super) expanded: Buffer<u8>,
-    pub(super) no_meta: Buffer<u8>,
+    pub(crate) parts: Buffer<u32>,
+    /// Of EXL3: the gate's products, while those of up are made.
+    pub(crate) gate: Buffer<f32>,
+    pub(crate) expanded: Buffer<u8>,
+    pub(crate) no_meta: Buffer<u8>,
     pub(super) turned: Buffer<u16>,
 }
 
 /// Groups of rows, and rows of a group: the index in [`GROUPS`].
-pub(super) fn grouped(m: usize) -> (usize, usize) {
+pub(crate) fn grouped(m: usize) -> (usize, usize) {
     let which = usize::from(m > GROUPS[0]);
     (m.div_ceil(GROUPS[which]), which)
+}
+
+/// [`digit_bytes`] of octagons, whose digits are the widest, and of EXL3.
+pub(crate) fn octagon_bytes(group: usize, inputs: usize) -> usize {
+    digit_bytes(Code::Octagon, group, inputs)
 }
 
 /// Bytes of the digits of a group: of each four rows 8 a lane for 16 inputs, or for 32 of sums.
@@ -54,8 +63,7 @@ impl TrellisRoom {
         let (groups, which) = grouped(sizes.rows);
         let group = GROUPS[which];
         let inputs = sizes.inputs.next_multiple_of(BLOCK);
-        // The widest digits are those of octagons.
-        let digits = groups * digit_bytes(Code::Octagon, group, inputs);
+        let digits = groups * octagon_bytes(group, inputs);
         let blocks = gpu.info().multiprocessors;
         let many = if sizes.many > sizes.rows {
             sizes.many
@@ -69,6 +77,7 @@ impl TrellisRoom {
             digits: zeros(digits)?,
             steps: gpu.zeros("activations", groups * group)?,
             parts: gpu.zeros("activations", groups * blocks * 2 * 2 * STRIP * group)?,
+            gate: gpu.zeros("activations", sizes.rows * sizes.gate)?,
             expanded: zeros(expanded * 2)?,
             no_meta: zeros(0)?,
             turned: gpu.zeros("activations", many * inputs.next_multiple_of(SPAN))?,

@@ -82,6 +82,7 @@ impl LayerWeights {
         // Parts of a product in trellis codes have the same scales of inputs.
         let weight = |which: usize, out, inp, seed| match schemes[which] {
             Scheme::Affine(scheme) => affine(scheme, out, inp, None, seed),
+            Scheme::Exl3(_) => unreachable!("the kernel of all layers has no EXL3"),
             Scheme::Trellis(scheme) => trellis(scheme, Dims::new(out, inp), seed, which as u64),
         };
         let gain = |seed| {
@@ -313,6 +314,7 @@ fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: LayersShape, schemes: &[
         many: 1,
         inputs: hidden.max(mlp).max(heads * case.dim),
         weights: 0,
+        gate: 0,
     };
     let options = StreamOptions {
         room: trellis.then(|| TrellisRoom::new(gpu, room).unwrap()),

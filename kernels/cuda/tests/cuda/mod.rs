@@ -9,6 +9,7 @@ mod batch;
 mod cascade;
 mod delta;
 mod driver;
+mod exl3;
 mod experts;
 mod grad;
 mod layers;

@@ -22,12 +22,13 @@ const HALVES: f64 = 1e-6;
 /// Rows of x: of a block's few and many, in whole and in started groups.
 const STEPS: [usize; 6] = [1, 2, 4, 5, 16, MOST_SEQUENCES];
 
-fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
+pub(super) fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
     let sizes = TrellisSizes {
         rows: MOST_TRELLIS_ROWS,
         many: 160,
         inputs,
         weights: packed_weights(outputs, inputs),
+        gate: outputs / 2,
     };
     let room = TrellisRoom::new(gpu, sizes).unwrap();
     gpu.stream_with(StreamOptions {
@@ -137,16 +138,27 @@ fn step(
 }
 
 fn check_step(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize) {
-    let parts = stack(scheme, heights, inputs, 7);
-    let packed = pack(gpu, &parts, Stack::Concat);
-    let rows: usize = heights.iter().sum();
+    check_step_of(gpu, &stack(scheme, heights, inputs, 7), true);
+}
+
+/// What a stack of weights is called in a failure.
+fn describe(parts: &[Weight]) -> String {
+    let one = |w: &Weight| format!("{} {:?}", w.scheme_name(), w.dims());
+    parts.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// Products of a step with `parts`; `head`: those of a head too.
+pub(super) fn check_step_of(gpu: &Gpu, parts: &[Weight], head: bool) {
+    let inputs = parts[0].dims().cols;
+    let packed = pack(gpu, parts, Stack::Concat);
+    let rows: usize = parts.iter().map(|w| w.dims().rows).sum();
     let stream = &stream(gpu, inputs, rows);
     let most = MOST_SEQUENCES;
     let x = normal(most * inputs, 3);
     let gain: Vec<f32> = normal(inputs, 4).iter().map(|v| 1.0 + 0.3 * v).collect();
     let residual = normal(most * rows, 5);
-    let expected = products(&parts, &x);
-    let of_normed = products(&parts, &normalized(&x, &gain));
+    let expected = products(parts, &x);
+    let of_normed = products(parts, &normalized(&x, &gain));
     let added: Vec<f32> = expected.iter().zip(&residual).map(|(y, r)| y + r).collect();
     let (device_x, device_gain) = (
         gpu.upload("a test", &x).unwrap(),
@@ -157,7 +169,7 @@ fn check_step(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize
         eps: 1e-6,
     };
     for m in STEPS {
-        let what = format!("{scheme} {heights:?} x {inputs}, {m} rows");
+        let what = format!("{}, {m} rows", describe(parts));
         let n = m * rows;
         let device = (gpu, stream);
         let y = step(
@@ -178,6 +190,9 @@ fn check_step(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize
             (Kind::Add, norm),
         );
         close(&format!("{what}, added"), &y, &added[..n], DIGITS);
+        if !head {
+            continue;
+        }
         // The head's best.
         let strips = best_len(gpu, &packed, m).unwrap();
         let mut best = gpu.zeros::<[f32; 2]>("a test", m * strips).unwrap();
@@ -242,17 +257,21 @@ fn products_of_a_step_in_real_shapes() {
 
 /// Products of rows in FP16: by codes as they are, and by values in FP16.
 fn check_halves(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize) {
-    let parts = stack(scheme, heights, inputs, 17);
-    let packed = pack(gpu, &parts, Stack::Concat);
-    let rows: usize = heights.iter().sum();
+    check_halves_of(gpu, &stack(scheme, heights, inputs, 17));
+}
+
+pub(super) fn check_halves_of(gpu: &Gpu, parts: &[Weight]) {
+    let inputs = parts[0].dims().cols;
+    let packed = pack(gpu, parts, Stack::Concat);
+    let rows: usize = parts.iter().map(|w| w.dims().rows).sum();
     let stream = &stream(gpu, inputs, rows);
     const MOST: usize = 130;
     let (x, half) = activations(MOST, inputs, 18);
-    let expected = products(&parts, &x);
+    let expected = products(parts, &x);
     let residual = normal(MOST * rows, 19);
     let half = gpu.upload("a test", &half).unwrap();
     for m in [1, 16, 17, 33, 64, 65, MOST] {
-        let what = format!("{scheme} {heights:?} x {inputs}, {m} rows of halves");
+        let what = format!("{}, {m} rows of halves", describe(parts));
         let bound = if m > MOST_TRELLIS_ROWS {
             HALVES
         } else {
@@ -317,59 +336,65 @@ fn gates_and_ups() {
     let Some(gpu) = gpu() else { return };
     for scheme in TrellisScheme::all() {
         for (width, inputs) in [(128, 128), (272, 384), (1536, 512)] {
-            let parts = stack(scheme, &[width, width], inputs, 27);
-            let packed = pack(&gpu, &parts, Stack::Interleave);
-            let stream = &stream(&gpu, inputs, 2 * width);
-            let gain = vec![1f32; inputs];
-            const MOST: usize = 70;
-            let (x, half) = activations(MOST, inputs, 28);
-            let expected = gated(&products(&parts, &x), MOST);
-            let of_normed = gated(&products(&parts, &normalized(&x, &gain)), MOST);
-            let device_gain = gpu.upload("a test", &gain).unwrap();
-            let norm = Norm {
-                gain: &device_gain,
-                eps: 1e-6,
-            };
-            let device_x = gpu.upload("a test", &x).unwrap();
-            let fill = vec![0f32; MOST * width];
-            for m in STEPS {
-                let n = m * width;
-                let device = (&gpu, stream);
-                let y = step(
-                    device,
-                    &packed,
-                    &device_x,
-                    m,
-                    &fill[..n],
-                    (Kind::Silu, norm),
-                );
-                close(
-                    &format!("silu {scheme} {width} x {inputs}, {m} rows"),
-                    &y,
-                    &of_normed[..n],
-                    DIGITS,
-                );
-            }
-            let device_half = gpu.upload("a test", &half).unwrap();
-            let padded = width.next_multiple_of(256);
-            for m in [3, 33, 64, MOST] {
-                let mut y = gpu.zeros::<u16>("a test", m * padded).unwrap();
-                stream
-                    .gemm(&packed, &device_half, GemmOutput::Silu(&mut y), m)
-                    .unwrap();
-                stream.synchronize().unwrap();
-                let mut all = vec![0u16; m * padded];
-                y.read(0, &mut all).unwrap();
-                let found: Vec<f32> = all
-                    .chunks(padded)
-                    .flat_map(|row| {
-                        (0..width).map(|k| f16::from_bits(row[operand_index(k)]).to_f32())
-                    })
-                    .collect();
-                let what = format!("silu {scheme} {width} x {inputs}, {m} rows of halves");
-                close(&what, &found, &expected[..m * width], HALVES);
-            }
+            check_gates_of(&gpu, &stack(scheme, &[width, width], inputs, 27));
         }
+    }
+}
+
+/// Products of gate and up, of a step and of many rows.
+pub(super) fn check_gates_of(gpu: &Gpu, parts: &[Weight]) {
+    let Dims {
+        rows: width,
+        cols: inputs,
+    } = parts[0].dims();
+    let packed = pack(gpu, parts, Stack::Interleave);
+    let stream = &stream(gpu, inputs, 2 * width);
+    let gain = vec![1f32; inputs];
+    const MOST: usize = 70;
+    let (x, half) = activations(MOST, inputs, 28);
+    let expected = gated(&products(parts, &x), MOST);
+    let of_normed = gated(&products(parts, &normalized(&x, &gain)), MOST);
+    let device_gain = gpu.upload("a test", &gain).unwrap();
+    let norm = Norm {
+        gain: &device_gain,
+        eps: 1e-6,
+    };
+    let device_x = gpu.upload("a test", &x).unwrap();
+    let fill = vec![0f32; MOST * width];
+    for m in STEPS {
+        let n = m * width;
+        let device = (gpu, stream);
+        let y = step(
+            device,
+            &packed,
+            &device_x,
+            m,
+            &fill[..n],
+            (Kind::Silu, norm),
+        );
+        close(
+            &format!("silu {}, {m} rows", describe(parts)),
+            &y,
+            &of_normed[..n],
+            DIGITS,
+        );
+    }
+    let device_half = gpu.upload("a test", &half).unwrap();
+    let padded = width.next_multiple_of(256);
+    for m in [3, 33, 64, MOST] {
+        let mut y = gpu.zeros::<u16>("a test", m * padded).unwrap();
+        stream
+            .gemm(&packed, &device_half, GemmOutput::Silu(&mut y), m)
+            .unwrap();
+        stream.synchronize().unwrap();
+        let mut all = vec![0u16; m * padded];
+        y.read(0, &mut all).unwrap();
+        let found: Vec<f32> = all
+            .chunks(padded)
+            .flat_map(|row| (0..width).map(|k| f16::from_bits(row[operand_index(k)]).to_f32()))
+            .collect();
+        let what = format!("silu {}, {m} rows of halves", describe(parts));
+        close(&what, &found, &expected[..m * width], HALVES);
     }
 }
 

@@ -130,7 +130,7 @@ void check_rows(const char* name, Epilogue epilogue, Source source, const std::v
         const TrellisRowsArgs args = {w.words.data(), w.row_scales.data(), w.places.data(), owns ? nullptr : digits.data(), owns ? nullptr : steps.data(),
                                       owns ? x.data() : nullptr, owns && source == NORMALIZED ? gain.data() : nullptr, w.input_scales.data(),
                                       floats ? out.data() : nullptr,
-                                      halves ? out_half.data() : nullptr, epilogue == HEAD ? best.data() : nullptr, parts.data(),
+                                      halves ? out_half.data() : nullptr, epilogue == HEAD ? best.data() : nullptr, parts.data(), nullptr,
                                       m, rows, w.strips, tiles, out_padded, epilogue, 1e-6f, 0};
         launch(Grid(blocks, groups), Of::THREADS, draw.bits() | 1, [&] { TrellisRows<C, GROUP>(args).run(); });
 

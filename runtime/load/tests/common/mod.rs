@@ -9,9 +9,9 @@ pub(crate) mod published;
 
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Error, Group, GroupValues, Parts, QuantizedWeight, Result,
-    Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product,
-    synth::random_trellis,
+    AffineScheme, AffineWeight, Bits, Error, Exl3Weight, Group, GroupValues, Parts,
+    QuantizedWeight, Result, Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight,
+    WeightStore, Zeros, pack, product, synth::random_trellis, trellis::BLOCK,
 };
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
@@ -24,6 +24,7 @@ pub(crate) use nq_testkit::compare::distance;
 use nq_testkit::models::{delta, experts, rope, tiny};
 pub(crate) use nq_testkit::sessions::feed;
 use nq_testkit::sessions::{chunk, session_spec};
+use nq_testkit::weights::{exl3, exl3_schemes};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -237,6 +238,40 @@ impl Store {
                 drawn.input_scales().into(),
             );
             *w = Weight::Quantized(QuantizedWeight::Trellis(scaled.unwrap()));
+        }
+        store
+    }
+
+    /// Random weights of the same size in EXL3's codes, of all kinds in turn, where a file of exllamav3 has them.
+    pub(crate) fn in_exl3(&self) -> Self {
+        let mut store = self.clone();
+        let schemes: Vec<_> = exl3_schemes().collect();
+        let has_codes = |(name, w): &(&String, &mut Weight)| {
+            let Dims { rows, cols } = w.dims();
+            let whole = rows.is_multiple_of(BLOCK) && cols.is_multiple_of(BLOCK);
+            whole && !is_kept(name) && name.as_str() != EMBEDDING
+        };
+        let coded = store.matrices.iter_mut().filter(has_codes);
+        for (i, (_, w)) in coded.enumerate() {
+            let (scheme, dims) = (schemes[5 * i % schemes.len()], w.dims());
+            let Weight::Quantized(QuantizedWeight::Exl3(drawn)) =
+                exl3(scheme, dims, i as u64, i as u64)
+            else {
+                unreachable!("it is asked for");
+            };
+            // Rows of length 1 keep activations near 1.
+            let size = 1.0 / (1.5 * dims.cols as f32).sqrt();
+            let scale = |row: usize| if row % 3 == 0 { -size } else { size };
+            let scaled = Exl3Weight::new(
+                scheme,
+                dims,
+                drawn.tiles().clone(),
+                drawn.input_scales().clone(),
+                (0..dims.rows)
+                    .map(|row| half::f16::from_f32(scale(row)))
+                    .collect(),
+            );
+            *w = Weight::Quantized(QuantizedWeight::Exl3(scaled.unwrap()));
         }
         store
     }

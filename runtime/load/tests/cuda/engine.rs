@@ -349,6 +349,31 @@ fn trellis_codes_agree_with_the_cpu() {
     }
 }
 
+#[test]
+fn exl3_agrees_with_the_cpu() {
+    let config = ModelConfig {
+        hidden_size: 384,
+        intermediate_size: 640,
+        vocab_size: 256,
+        tie_word_embeddings: false,
+        ..fused_config()
+    };
+    let store = Store::random(&config, 7).in_exl3();
+    let cpu = nq(&config, &store);
+    for kernels in [KernelSet::Fused, KernelSet::Reference] {
+        let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+            return;
+        };
+        compare(
+            &mut *fused_session(&*gpu, KvType::F16),
+            &mut *fused_session(&*cpu, KvType::F16),
+            (&format!("EXL3 {kernels}")[..], config.vocab_size),
+            1.5e-2,
+            0,
+        );
+    }
+}
+
 /// A shape of whose steps of one row one kernel runs all layers, where the GPU supports it.
 #[test]
 fn steps_of_all_layers_at_once_agree_with_the_cpu() {

@@ -36,19 +36,19 @@ pub(crate) fn share_input_scales<'a>(
     w: &mut PanelWeight,
     mut others: impl Iterator<Item = &'a PanelWeight>,
 ) {
-    if let Some(own) = &mut w.trellis {
+    if let Some(own) = w.input_scales_mut() {
         let same = |other: &'a PanelWeight| {
-            let scales = &other.trellis.as_ref()?.input_scales;
-            (scales.0 == own.input_scales.0).then(|| scales.clone())
+            let scales = other.input_scales()?;
+            (scales.0 == own.0).then(|| scales.clone())
         };
         if let Some(scales) = others.find_map(same) {
-            own.input_scales = scales;
+            *own = scales;
         }
     }
 }
 
 /// The strips that have some panels, each with its panels among those of `panels`, from 0 on.
-fn strips(panels: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+pub(super) fn strips(panels: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
     assert!(panels.start.is_multiple_of(PANELS), "whole strips");
     let (start, end) = (panels.start, panels.end);
     (start..end)

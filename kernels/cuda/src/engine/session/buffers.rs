@@ -57,6 +57,7 @@ impl Widths {
             many,
             inputs: self.widest_input(),
             weights: weights.max(packed_weights(self.hidden, self.attended.max(self.mlp))),
+            gate: self.mlp,
         }
     }
 
