@@ -113,7 +113,10 @@ fn by_tensors(c: &ModelConfig, store: &dyn WeightStore, gpus: &[Gpu]) -> Result<
     for layer in 0..c.num_hidden_layers {
         for linear in c.layer(layer).matrices() {
             let name = linear.name(layer);
-            if let Some(scheme @ Scheme::Trellis(_)) = store.scheme(&name) {
+            let scheme = store
+                .scheme(&name)
+                .or_else(|| store.scheme_in_levels(&name));
+            if let Some(scheme @ (Scheme::Trellis(_) | Scheme::Exl3(_))) = scheme {
                 return refuse(
                     "weights of parts of every layer",
                     "integers or floats",
