@@ -23,10 +23,10 @@ struct Exl3ExpandArgs {
 constexpr int EXL3_WARPS = 8;
 constexpr int EXPANDED_ROW = 132;   // floats of a row in shared memory, padded against bank conflicts
 
-// The values of 16 inputs that a lane has of all rows of a strip, transformed over these: v[input][2 m + half] is row 16 m + 8 half + g of
-// inputs 2t, 2t + 1, 2t + 8, 2t + 9.
+// The values of 16 inputs that a lane has of all rows of a strip: v[input][2 m + half] is row 16 m + 8 half + g of inputs 2t, 2t + 1,
+// 2t + 8, 2t + 9.
 template <class C, bool BYTES>
-DEVICE void expand_outputs(float (&v)[4][16], const uint32_t (&words)[C::WORDS], int part, uint32_t multiplier, uint32_t addend) {
+DEVICE void expand_values(float (&v)[4][16], const uint32_t (&words)[C::WORDS], int part, uint32_t multiplier, uint32_t addend) {
 #pragma unroll
     for (int m = 0; m < 8; m++) {
         uint32_t a[4];
@@ -37,6 +37,10 @@ DEVICE void expand_outputs(float (&v)[4][16], const uint32_t (&words)[C::WORDS],
             v[i / 2 * 2][2 * m + i % 2] = f.x, v[i / 2 * 2 + 1][2 * m + i % 2] = f.y;
         }
     }
+}
+
+// Transforms them over the rows. It is the same for all codes, and stands once in a kernel.
+DEVICE void transform_outputs(float (&v)[4][16]) {
     constexpr float NORM = 0.088388348f;   // 1 / sqrt 128
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -107,11 +111,12 @@ DEVICE void exl3_expand(const Exl3ExpandArgs& p) {
         float v[4][16];
         // The part is one of two, so that places of bits are known.
         auto expand = [&](auto bytes) {
-            if (warp % 2) expand_outputs<C, decltype(bytes)::value>(v, words, 1, p.multiplier, p.addend);
-            else expand_outputs<C, decltype(bytes)::value>(v, words, 0, p.multiplier, p.addend);
+            if (warp % 2) expand_values<C, decltype(bytes)::value>(v, words, 1, p.multiplier, p.addend);
+            else expand_values<C, decltype(bytes)::value>(v, words, 0, p.multiplier, p.addend);
         };
         if (p.bytes) expand(std::true_type{});
         else expand(std::false_type{});
+        transform_outputs(v);
 #pragma unroll
         for (int k = 0; k < 4; k += 2)
 #pragma unroll
