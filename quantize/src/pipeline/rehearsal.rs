@@ -54,8 +54,11 @@ const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
 const HEAD: usize = 128;
 const VOCABULARY: usize = 2048;
-/// Tokens of a text that layers run over, and steps of sampling.
+/// Tokens of a sequence, and the multiplications for which as many sequences are run over at once as they allow: enough that the
+/// time to pack a layer does not count, as it does not in a run. Steps of sampling.
 const TOKENS: usize = 512;
+const ENOUGH: usize = 8_000_000_000;
+const MOST_SEQUENCES: usize = 16;
 const STEPS: usize = 16;
 /// Rows of logits that are compared at once.
 const ROWS: usize = 64;
@@ -106,8 +109,8 @@ struct StandIn<'a> {
     source: Checkpoint,
     /// Weights of the layer.
     weights: f64,
-    /// What a text is as tokens of this model.
-    text: Vec<u32>,
+    /// Sequences of tokens, all of one length.
+    text: Vec<Vec<u32>>,
     /// How inputs of the source's weights are rounded, but where it is measured.
     rounded: ActivationChoice,
 }
@@ -131,10 +134,16 @@ impl<'a> StandIn<'a> {
         let config = shape(job.config());
         let linears = config.layer(0).linears().into_iter();
         let weights: usize = linears.map(|l| l.elements(&config)).sum();
+        let sequences = (ENOUGH / (weights * TOKENS)).clamp(1, MOST_SEQUENCES);
+        let sequence = |i| {
+            (0..TOKENS)
+                .map(|j| ((i + j * 37) % VOCABULARY) as u32)
+                .collect()
+        };
         Ok(StandIn {
             source: synth::checkpoint("a model of one layer", &config, 0)?,
             weights: weights as f64,
-            text: (0..TOKENS).map(|i| (i * 37 % VOCABULARY) as u32).collect(),
+            text: (0..sequences).map(sequence).collect(),
             rounded: match memory::dense_type(job.checkpoint) {
                 DType::BF16 => ActivationChoice::AutoBf16,
                 _ => ActivationChoice::F32,
@@ -156,13 +165,17 @@ impl<'a> StandIn<'a> {
         Ok(load(&self.config, self.source.store(), &options, &())?)
     }
 
-    /// Multiplications of the layer and of the head with the text.
+    fn tokens(&self) -> f64 {
+        (self.text.len() * TOKENS) as f64
+    }
+
+    /// Multiplications of the layer and of the head for the text.
     fn of_layer(&self) -> f64 {
-        TOKENS as f64 * (self.weights + (TOKENS * self.config.q_dim()) as f64)
+        self.tokens() * (self.weights + (TOKENS * self.config.q_dim()) as f64)
     }
 
     fn of_head(&self) -> f64 {
-        (TOKENS * VOCABULARY * self.config.hidden_size) as f64
+        self.tokens() * (VOCABULARY * self.config.hidden_size) as f64
     }
 
     fn logits(&self) -> Result<LogitTimes> {
@@ -210,7 +223,7 @@ impl<'a> StandIn<'a> {
         let (config, method) = (&self.config, self.job.method.as_ref());
         let weights = LayerWeights::read(self.source.store(), config, 0)?;
         let embedding = models::embedding(self.source.store(), config)?;
-        let hidden = Hidden::embed(&embedding, &[self.text.clone()], config.streams())?;
+        let hidden = Hidden::embed(&embedding, &self.text, config.streams())?;
         let stepper = |activations| -> Result<Box<dyn LayerStepper>> {
             let options = self.options(activations);
             Ok(nq_load::stepper(config, &options, KvType::F16, usize::MAX)?)
@@ -265,9 +278,10 @@ impl<'a> StandIn<'a> {
         let result = load(config, result.store(), options, &())?;
         let source = self.loaded(ActivationChoice::F32)?;
         let spec = EvalSpec::new(Protocol::Llama, TOKENS, "");
-        let compare = || compare(result.as_ref(), source.as_ref(), &self.text, &spec, &());
+        let text = self.text.concat();
+        let compare = || compare(result.as_ref(), source.as_ref(), &text, &spec, &());
         let all = seconds(|| Ok(compare().map(drop)?))?;
-        let scored = logits.scored * (TOKENS / 2 * VOCABULARY) as f64;
+        let scored = logits.scored * self.tokens() / 2.0 * VOCABULARY as f64;
         Ok(without(all, scored) / (2.0 * (self.of_layer() + self.of_head())))
     }
 }
