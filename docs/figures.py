@@ -476,15 +476,23 @@ def json_fit():
     return fields("src/fit.rs", "FileRow")
 
 
-def ranked():
+def ranking(record):
     lines = []
-    for r in rows("2026-11-29-rank-demo.csv"):
+    for r in rows(record):
         lines.append([
             ("* " if r["frontier"] == "1" else "") + f"`{r['file']}`", r["format"], f"{int(r['bytes']) / 1e6:.2f} MB",
             f"{float(r['kld']):.4f} ± {float(r['kld_se']):.4f}", percent(r["same_top1"]),
             percent(r["same_32"], 0),
         ])
     return table(["file", "format", "size", "KLD", "same best token", "answers"], lines)
+
+
+def ranked():
+    return ranking("2026-11-29-rank-demo.csv")
+
+
+def ranked_hybrid():
+    return ranking("2026-11-30-rank-hybrid.csv")
 
 
 def agreement():

@@ -13,17 +13,17 @@ use crate::layers;
 use crate::linalg::Matrix;
 use crate::memory;
 use crate::methods::{Needs, Problem};
-use crate::schemes::Schemes;
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
-use nq_formats::{AffineScheme, Bits, Group, Zeros, synth};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, synth};
 use nq_load::load;
 use nq_model::{DType, ModelConfig, Preset};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{
-    ActivationChoice, DraftedBy, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, Sampler,
-    SamplingParams, SessionSpec, models,
+    ActivationChoice, DraftedBy, Engine, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions,
+    Sampler, SamplingParams, SessionSpec, models,
 };
 use rayon::prelude::*;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Seconds that work took, by the unit of each kind.
@@ -54,16 +54,31 @@ const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
 const HEAD: usize = 128;
 const VOCABULARY: usize = 2048;
-/// Tokens of a text that layers run over, and steps of sampling.
+/// Tokens of a sequence, and the multiplications for which as many sequences are run over at once as they allow: enough that the
+/// time to pack a layer does not count, as it does not in a run. Steps of sampling.
 const TOKENS: usize = 512;
+const ENOUGH: usize = 8_000_000_000;
+const MOST_SEQUENCES: usize = 16;
 const STEPS: usize = 16;
 /// Rows of logits that are compared at once.
 const ROWS: usize = 64;
 /// What a weight is rounded to.
 const SCHEME: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
 
-/// A model of one layer, about as wide as `source`.
-fn stand_in(source: &ModelConfig) -> ModelConfig {
+/// Seconds of `work`, on average over a moment. Other programs may take a part of the machine, as they will while the run
+/// takes place.
+pub(super) fn seconds(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    work()?; // Threads start and pages are mapped.
+    let (begin, mut times) = (Instant::now(), 0);
+    while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
+        work()?;
+        times += 1;
+    }
+    Ok(begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times))
+}
+
+/// The shape of a model of one layer, about as wide as `source`.
+fn shape(source: &ModelConfig) -> ModelConfig {
     let wide = |n: usize, most: usize| n.min(most).next_multiple_of(HEAD);
     let mlp = match &source.experts {
         Some(experts) => experts.per_token * experts.width,
@@ -82,71 +97,116 @@ fn stand_in(source: &ModelConfig) -> ModelConfig {
         },
         head_dim: HEAD,
         vocab_size: VOCABULARY,
+        eos_token_ids: vec![VOCABULARY as u32 - 1],
         ..Preset::find("qwen3-0.6b").expect("a preset").config()
     }
 }
 
-/// Seconds of `work`, on average over a moment. Other programs may take a part of the machine, as they will while the run
-/// takes place.
-pub(super) fn seconds(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    work()?; // Threads start and pages are mapped.
-    let (begin, mut times) = (Instant::now(), 0);
-    while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
-        work()?;
-        times += 1;
-    }
-    Ok(begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times))
+/// The model that stands in for a source.
+struct StandIn<'a> {
+    job: &'a Job<'a>,
+    config: ModelConfig,
+    source: Checkpoint,
+    /// Weights of the layer.
+    weights: f64,
+    /// Sequences of tokens, all of one length.
+    text: Vec<Vec<u32>>,
+    /// How inputs of the source's weights are rounded, but where it is measured.
+    rounded: ActivationChoice,
 }
 
-impl Job<'_> {
-    /// Does each kind of work for a moment.
-    ///
-    /// # Errors
-    /// Errors of loading and running models.
-    pub(super) fn rehearse(&self, sampled_together: usize) -> Result<Rehearsal> {
-        let config = stand_in(self.config());
-        let source = synth::checkpoint("a model of one layer", &config, 0)?;
-        let store = source.store();
-        let linears = config.layer(0).linears().into_iter();
-        let layer: usize = linears.map(|l| l.elements(&config)).sum();
-        let text: Vec<u32> = (0..TOKENS).map(|i| (i * 37 % VOCABULARY) as u32).collect();
-        let over_text = (TOKENS * (layer + TOKENS / 2 * 2 * config.q_dim())) as f64;
+/// Times of work on logits, by the logit.
+struct LogitTimes {
+    drawn: f64,
+    scored: f64,
+}
 
-        let mut values = vec![0.0; ROWS * VOCABULARY];
-        let mut other = values.clone();
-        for (i, (value, other)) in values.iter_mut().zip(&mut other).enumerate() {
-            *value = (i as f32).sin();
-            *other = *value + 0.01 * (i as f32 / 3.0).cos();
+/// Times of work on a layer, by the multiplication, and of rounding, by the column that is corrected.
+struct LayerTimes {
+    run: f64,
+    gathered: f64,
+    exact: f64,
+    column: f64,
+}
+
+impl<'a> StandIn<'a> {
+    fn new(job: &'a Job<'a>) -> Result<Self> {
+        let config = shape(job.config());
+        let linears = config.layer(0).linears().into_iter();
+        let weights: usize = linears.map(|l| l.elements(&config)).sum();
+        let sequences = (ENOUGH / (weights * TOKENS)).clamp(1, MOST_SEQUENCES);
+        let sequence = |i| {
+            (0..TOKENS)
+                .map(|j| ((i + j * 37) % VOCABULARY) as u32)
+                .collect()
+        };
+        Ok(StandIn {
+            source: synth::checkpoint("a model of one layer", &config, 0)?,
+            weights: weights as f64,
+            text: (0..sequences).map(sequence).collect(),
+            rounded: match memory::dense_type(job.checkpoint) {
+                DType::BF16 => ActivationChoice::AutoBf16,
+                _ => ActivationChoice::F32,
+            },
+            config,
+            job,
+        })
+    }
+
+    fn options(&self, activations: ActivationChoice) -> LoadOptions {
+        LoadOptions {
+            activations,
+            ..self.job.options.load
         }
+    }
+
+    fn loaded(&self, activations: ActivationChoice) -> Result<Arc<dyn Engine>> {
+        let options = self.options(activations);
+        Ok(load(&self.config, self.source.store(), &options, &())?)
+    }
+
+    fn tokens(&self) -> f64 {
+        (self.text.len() * TOKENS) as f64
+    }
+
+    /// Multiplications of the layer and of the head for the text.
+    fn of_layer(&self) -> f64 {
+        self.tokens() * (self.weights + (TOKENS * self.config.q_dim()) as f64)
+    }
+
+    fn of_head(&self) -> f64 {
+        self.tokens() * (VOCABULARY * self.config.hidden_size) as f64
+    }
+
+    fn logits(&self) -> Result<LogitTimes> {
+        let logit = |i: usize| (i as f32).sin();
+        let values: Vec<f32> = (0..ROWS * VOCABULARY).map(logit).collect();
+        let other: Vec<f32> = (0..ROWS * VOCABULARY).map(|i| 0.9 * logit(i)).collect();
         let sampler = Sampler::new(SamplingParams::default(), 0)?;
         let drawn = seconds(|| {
             let rows = values.par_chunks(VOCABULARY);
-            let draw = |row| sampler.clone().sample(row).map(drop);
-            Ok(rows.try_for_each(draw)?)
-        })? / values.len() as f64;
-        let score = || Ok(kld_rows(&other, &values, VOCABULARY).map(drop)?);
-        let scored = seconds(score)? / values.len() as f64;
+            Ok(rows.try_for_each(|row| sampler.clone().sample(row).map(drop))?)
+        })?;
+        let scored = seconds(|| Ok(kld_rows(&other, &values, VOCABULARY).map(drop)?))?;
+        Ok(LogitTimes {
+            drawn: drawn / values.len() as f64,
+            scored: scored / values.len() as f64,
+        })
+    }
 
-        // As the run rounds inputs of a source whose weights have this type.
-        let rounded = match memory::dense_type(self.checkpoint) {
-            DType::BF16 => ActivationChoice::AutoBf16,
-            _ => ActivationChoice::F32,
-        };
-        let options = |activations| LoadOptions {
-            activations,
-            ..self.options.load
-        };
-        let engine = load(&config, store, &options(rounded), &())?;
+    /// Seconds of a multiplication while `together` sequences are sampled.
+    fn sampling(&self, together: usize, logits: &LogitTimes) -> Result<f64> {
+        let engine = self.loaded(self.rounded)?;
         let mut session = engine.session(SessionSpec {
-            slots: sampled_together,
+            slots: together,
             ctx: STEPS + 1,
             pages: None,
             kv: KvType::F16,
-            max_rows: sampled_together,
+            max_rows: together,
             snapshots: None,
             drafts: DraftedBy::Nothing,
         })?;
-        let prompts: Vec<Vec<u32>> = (0..sampled_together).map(|i| vec![i as u32]).collect();
+        let prompts: Vec<Vec<u32>> = (0..together).map(|i| vec![i as u32]).collect();
         let request = BatchRequest {
             prompts: &prompts,
             length: STEPS + 1,
@@ -154,43 +214,35 @@ impl Job<'_> {
             sampling: SamplingParams::default(),
         };
         let steps = seconds(|| Ok(sample_sequences(session.as_mut(), &request, &()).map(drop)?))?;
-        let products = (layer + VOCABULARY * config.hidden_size) as f64;
-        let of_token = steps / (STEPS * sampled_together) as f64;
-        let sampled = (of_token - drawn * VOCABULARY as f64).max(0.1 * of_token) / products;
-        drop(session);
+        let products = self.weights + (VOCABULARY * self.config.hidden_size) as f64;
+        let of_token = steps / (STEPS * together) as f64;
+        Ok(without(of_token, logits.drawn * VOCABULARY as f64) / products)
+    }
 
-        let weights = LayerWeights::read(store, &config, 0)?;
-        let embedding = models::embedding(store, &config)?;
-        let hidden = Hidden::embed(&embedding, &[text.clone()], config.streams())?;
+    fn layer(&self) -> Result<LayerTimes> {
+        let (config, method) = (&self.config, self.job.method.as_ref());
+        let weights = LayerWeights::read(self.source.store(), config, 0)?;
+        let embedding = models::embedding(self.source.store(), config)?;
+        let hidden = Hidden::embed(&embedding, &self.text, config.streams())?;
         let stepper = |activations| -> Result<Box<dyn LayerStepper>> {
-            let options = options(activations);
-            Ok(nq_load::stepper(
-                &config,
-                &options,
-                KvType::F16,
-                usize::MAX,
-            )?)
+            let options = self.options(activations);
+            Ok(nq_load::stepper(config, &options, KvType::F16, usize::MAX)?)
         };
-        let mut stepper_of_text = stepper(rounded)?;
-        let needs = self.method.needs();
-        let of_layer = |stepper: &mut dyn LayerStepper| -> Result<f64> {
-            let mut run = || {
-                stepper.layer(0, &weights, &mut hidden.clone(), &mut ())?;
-                Ok(())
-            };
-            Ok(seconds(&mut run)? / over_text)
+        let run = |stepper: &mut dyn LayerStepper| -> Result<f64> {
+            let all = seconds(|| Ok(stepper.layer(0, &weights, &mut hidden.clone(), &mut ())?))?;
+            Ok(all / self.of_layer())
         };
-        let run = of_layer(stepper_of_text.as_mut())?;
-        let exact = of_layer(stepper(ActivationChoice::F32)?.as_mut())?;
-        let mut gather =
-            || layers::gather(stepper_of_text.as_mut(), 0, &weights, &hidden, needs, &());
-        let (gathered, known) = match needs {
-            Needs::Nothing => (0.0, None),
-            _ => {
-                let (known, _) = gather()?;
-                let gathered = seconds(|| gather().map(drop))? / over_text;
-                (gathered, Some(known))
-            }
+        let mut rounding = stepper(self.rounded)?;
+        let mut known = None;
+        let mut gather = || -> Result<()> {
+            let needs = method.needs();
+            let found = layers::gather(rounding.as_mut(), 0, &weights, &hidden, needs, &())?;
+            known = Some(found.0);
+            Ok(())
+        };
+        let gathered = match method.needs() {
+            Needs::Nothing => 0.0,
+            _ => seconds(&mut gather)? / self.of_layer(),
         };
 
         let linear = &weights.spec.products()[0].linears[0];
@@ -202,34 +254,89 @@ impl Job<'_> {
             inputs: known.as_ref().map(|known| &known[0][0]),
             grid: Grid::new(SCHEME)?,
         };
-        let elements = (weight.rows * weight.cols) as f64;
-        let columns = match self.method.corrects() {
-            true => elements * weight.cols as f64,
-            false => 0.0,
-        };
-        let rounding = seconds(|| self.method.round(&problem).map(drop))?;
-
-        let schemes = self.options.schemes.clone();
-        let result = synth::quantized_checkpoint("its result", &config, 0, move |name| {
-            Schemes::of(&schemes, name)
-        })?;
-        let result = load(&config, result.store(), &self.options.load, &())?;
-        let exactly = load(&config, store, &options(ActivationChoice::F32), &())?;
-        let spec = EvalSpec::new(Protocol::Llama, TOKENS, "");
-        let comparing = seconds(|| {
-            Ok(compare(result.as_ref(), exactly.as_ref(), &text, &spec, &()).map(drop)?)
-        })?;
-        let all = over_text + (TOKENS * VOCABULARY * config.hidden_size) as f64;
-        let logits = (TOKENS / 2 * VOCABULARY) as f64;
-        Ok(Rehearsal {
-            sampled,
-            drawn,
-            run,
+        let columns = FITTED
+            + if method.corrects() {
+                weight.cols as f64
+            } else {
+                0.0
+            };
+        let rounded = seconds(|| method.round(&problem).map(drop))?;
+        Ok(LayerTimes {
+            run: run(rounding.as_mut())?,
             gathered,
-            exact,
-            compared: (comparing - scored * logits).max(0.1 * comparing) / (2.0 * all),
-            scored,
-            column: rounding / (FITTED * elements + columns),
+            exact: run(stepper(ActivationChoice::F32)?.as_mut())?,
+            column: rounded / (columns * (weight.rows * weight.cols) as f64),
         })
+    }
+
+    /// Seconds of a multiplication while the source and its result are compared, on average of both.
+    fn comparison(&self, logits: &LogitTimes) -> Result<f64> {
+        let schemes = self.job.options.schemes.clone();
+        let scheme = move |name: &str| schemes.of(name);
+        let result = synth::quantized_checkpoint("its result", &self.config, 0, scheme)?;
+        let (config, options) = (&self.config, &self.job.options.load);
+        let result = load(config, result.store(), options, &())?;
+        let source = self.loaded(ActivationChoice::F32)?;
+        let spec = EvalSpec::new(Protocol::Llama, TOKENS, "");
+        let text = self.text.concat();
+        let compare = || compare(result.as_ref(), source.as_ref(), &text, &spec, &());
+        let all = seconds(|| Ok(compare().map(drop)?))?;
+        let scored = logits.scored * self.tokens() / 2.0 * VOCABULARY as f64;
+        Ok(without(all, scored) / (2.0 * (self.of_layer() + self.of_head())))
+    }
+}
+
+/// What is left of `seconds` without `part` of it, which was measured by itself.
+fn without(seconds: f64, part: f64) -> f64 {
+    (seconds - part).max(0.1 * seconds)
+}
+
+impl Job<'_> {
+    /// Does each kind of work for a moment; `together` sequences are sampled at once.
+    ///
+    /// # Errors
+    /// Errors of loading and running models.
+    pub(super) fn rehearse(&self, together: usize) -> Result<Rehearsal> {
+        let model = StandIn::new(self)?;
+        let logits = model.logits()?;
+        let layer = model.layer()?;
+        Ok(Rehearsal {
+            sampled: model.sampling(together, &logits)?,
+            drawn: logits.drawn,
+            run: layer.run,
+            gathered: layer.gathered,
+            exact: layer.exact,
+            compared: model.comparison(&logits)?,
+            scored: logits.scored,
+            column: layer.column,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever a source's shape is, the model that stands in for it can be quantized in every group size.
+    #[test]
+    fn any_source_has_a_stand_in() {
+        let narrow = ModelConfig {
+            hidden_size: 48,
+            intermediate_size: 80,
+            num_attention_heads: 3,
+            head_dim: 16,
+            ..Preset::find("qwen3-0.6b").unwrap().config()
+        };
+        let presets = Preset::all().map(|preset| preset.config());
+        for source in presets.chain([narrow]) {
+            let found = shape(&source);
+            assert!((HEAD..=WIDEST).contains(&found.hidden_size));
+            assert!((HEAD..=WIDEST_MLP).contains(&found.intermediate_size));
+            assert!((HEAD..=2 * WIDEST).contains(&found.q_dim()));
+            for width in [found.hidden_size, found.intermediate_size, found.q_dim()] {
+                assert_eq!(width % HEAD, 0, "{found:?}");
+            }
+            assert_eq!(found.num_attention_heads % found.num_key_value_heads, 0);
+        }
     }
 }
