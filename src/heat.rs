@@ -89,7 +89,9 @@ impl HeatFile {
         let (magic, rest) = bytes.split_at(MAGIC.len());
         let (digest, values) = rest.split_at(DIGEST);
         if magic != MAGIC || digest != self.digest(values).as_bytes() {
-            return Err(wrong("expected version 1 with a digest of its values".into()));
+            return Err(wrong(
+                "expected version 1 with a digest of its values".into(),
+            ));
         }
         let (values, _) = values.as_chunks();
         let values: Vec<f32> = values.iter().map(|&v| f32::from_le_bytes(v)).collect();

@@ -20,6 +20,8 @@ use nq_runtime::interface::{DeviceMemory, DraftedBy, Placed, SessionSpec, Split}
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 
+/// The part of the free memory that experts leave to sessions that are not asked for yet: a quarter.
+const UNASKED: usize = 4;
 /// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
 /// Most bits per weight, scales included, of a model of 4-bit weights; for suggestions.
@@ -231,7 +233,7 @@ impl Request<'_> {
     ) -> Result<PlacedExperts> {
         if let (None, Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
-            let fits = |weights, stage| {
+            let fits = |weights, stage, free| {
                 let request = Request {
                     weights,
                     stage,
@@ -239,9 +241,15 @@ impl Request<'_> {
                 };
                 request.fits(free)
             };
-            if fits(all, None) {
+            if fits(all, None, free) {
                 return Ok(PlacedExperts::on_gpu(all));
             }
+            // Whoever asks for no session yet opens one later, whose size is what is left then.
+            let free = match self.session {
+                Some(_) => free,
+                None => free - free / UNASKED,
+            };
+            let fits = |weights, stage| fits(weights, stage, free);
             // The most rooms that fit: `low` do or are none, `high` do not.
             let (mut low, mut high) = (0, stacked(&experts));
             while high - low > 1 {

@@ -372,6 +372,14 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
         split(&model, None, bank, 2_949_999_999),
         cpu(36, 2_800_000_000)
     );
+    // What sessions to come shall have is not taken by rooms, but by all experts if they fit.
+    let later = Request {
+        session: None,
+        ..model.request(0, &spec)
+    };
+    let at = |free| later.split(None, free, bank, weights).unwrap().at;
+    assert_eq!(at(10_000_000_000), ExpertsAt::Gpu);
+    assert_eq!(at(9_999_999_999), ExpertsAt::Bank { rooms: 11 });
 }
 
 #[test]
