@@ -313,6 +313,24 @@ def cpu_experts():
     return table(["layers with experts on 16 CPU cores (`--cpu-experts`)", "decode, tok/s"], lines)
 
 
+TWO_MEMORIES = "2026-11-30-gpu-experts.csv"
+
+
+def bank_experts():
+    lines = []
+    for preset, name in [("qwen3-30b-a3b", "30B-A3B"), ("qwen3.5-35b-a3b", "35B-A3B")]:
+        banks = [r for r in rows(TWO_MEMORIES, preset=preset, test="pp2048") if r["rooms"]]
+        for prompt in banks:
+            [decode] = [r for r in rows(TWO_MEMORIES, preset=preset, rooms=prompt["rooms"]) if r["test"].startswith("tg")]
+            lines.append([
+                f"{name}, {prompt['rooms']} of {prompt['experts']}", whole(prompt["tok_s"]), whole(prompt["limit_tok_s"]),
+                whole(decode["tok_s"]), f"{float(decode['found_at_least']):.0f} %",
+            ])
+    head = ["experts of each layer on the card", "prompt of 2,048, tok/s", "the bus allows", "decode, tok/s",
+            "experts found there, at least"]
+    return table(head, lines)
+
+
 CPU_OTHERS = "2026-11-21-cpu-against-others.csv"
 
 

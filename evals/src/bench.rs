@@ -13,6 +13,7 @@ use crate::windows::StageGuard;
 use nq_formats::{Progress, Unit, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
+use nq_runtime::interface::ExpertChoices;
 use nq_runtime::{
     Batch, Chunk, Continuation, Detokenizer, DraftedBy, Engine, Generated, GenerationLimits,
     KvType, LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec,
@@ -249,6 +250,8 @@ struct Sample {
     step_ms: Vec<f64>,
     /// Milliseconds of each step in every repeat.
     read_gb_s: Vec<f64>,
+    /// Choices of experts before the repeats.
+    choices: Option<ExpertChoices>,
 }
 
 impl Sample {
@@ -285,6 +288,8 @@ impl Sample {
             repeats: spec.repeats,
             machine_gb_s,
             bytes_per_token: bytes,
+            experts_found: (self.choices.zip(engine.expert_choices()))
+                .and_then(|(before, after)| after.found_since(before)),
             streaming_overhead: None,
             bare_tok_s: None,
             note: None,
@@ -318,6 +323,7 @@ pub fn prefill(
     let _stage = StageGuard::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut passes) = (Vec::new(), 0);
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
+    let mut choices = None;
     for repeat in 0..=spec.repeats {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
@@ -325,6 +331,8 @@ pub fn prefill(
         if repeat > 0 {
             seconds.push(start.elapsed().as_secs_f64());
             read_gb_s.push((machine.read_gb_s)()?);
+        } else {
+            choices = engine.expert_choices();
         }
         session.rewind()?;
         progress.advance(1);
@@ -338,6 +346,7 @@ pub fn prefill(
         seconds,
         step_ms,
         read_gb_s,
+        choices,
     };
     Ok(sample.row(engine, spec, machine))
 }
@@ -357,6 +366,7 @@ pub fn decode(
     let _stage = StageGuard::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
+    let mut choices = None;
     for repeat in 0..=spec.repeats {
         let first: Vec<u32> = (0..spec.batch).map(|_| random.next()).collect();
         let steps = decode_greedily(session.session.as_mut(), &first, n)?;
@@ -364,6 +374,8 @@ pub fn decode(
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
             read_gb_s.push((machine.read_gb_s)()?);
+        } else {
+            choices = engine.expert_choices();
         }
         session.rewind()?;
         progress.advance(1);
@@ -375,6 +387,7 @@ pub fn decode(
         seconds,
         step_ms,
         read_gb_s,
+        choices,
     };
     Ok(sample.row(engine, spec, machine))
 }
@@ -483,6 +496,7 @@ pub fn streaming(
         seconds,
         step_ms,
         read_gb_s,
+        choices: None,
     };
     let mut row = sample.row(engine, &BenchSpec { batch: 1, ..*spec }, machine);
     row.streaming_overhead = Some(overhead);

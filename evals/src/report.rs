@@ -139,6 +139,10 @@ pub struct BenchRow {
     /// Bytes of weights read per decoded token.
     #[serde(default)]
     pub bytes_per_token: usize,
+    /// Of a mixture whose experts do not all have room on the device: the share of the measured repeats' choices of experts
+    /// that found them there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts_found: Option<f64>,
     /// In chat rows: the time that sampling, detokenizing and writing add to the bare decode loop, as a
     /// share of a token's time.
     #[serde(default, skip_serializing_if = "Option::is_none")]

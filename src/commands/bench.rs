@@ -315,26 +315,20 @@ fn bare(
     terminal: &Terminal,
 ) -> nq_evals::Result<Vec<BenchRow>> {
     let mut rows = Vec::new();
-    let mut before = engine.expert_choices();
-    let mut note_hits = |test: &str| {
-        let after = engine.expert_choices();
-        if let (Some(from), Some(to)) = (before, after) {
-            let all = to.all - from.all;
-            let share = (to.in_room - from.in_room) as f64 / all.max(1) as f64;
-            terminal.note(&format!(
-                "{test}: {:.1} % of {all} choices of experts found them on the GPU",
-                100.0 * share
-            ));
-        }
-        before = after;
-    };
     if args.prompt_tokens > 0 {
         rows.push(bench::prefill(engine, spec, machine, terminal)?);
-        note_hits("prompts");
     }
     if args.gen_tokens > 0 {
         rows.push(bench::decode(engine, spec, machine, terminal)?);
-        note_hits("decode");
+    }
+    for row in &rows {
+        if let Some(found) = row.experts_found {
+            terminal.note(&format!(
+                "{}: {:.1} % of the choices of experts found them on the GPU",
+                row.test,
+                100.0 * found
+            ));
+        }
     }
     for row in rows.iter_mut().filter(|_| args.breakdown) {
         let decoding = row.test.starts_with("tg");

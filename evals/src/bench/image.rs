@@ -93,6 +93,7 @@ pub fn image(
         seconds,
         step_ms,
         read_gb_s,
+        choices: None,
     };
     let depth = spec.depth + ids.len();
     let mut row = sample.row(engine, &BenchSpec { depth, ..alone }, machine);

@@ -231,6 +231,7 @@ pub fn text(
             step_ms: per_token.collect(),
             seconds,
             read_gb_s: read_gb_s.clone(),
+            choices: None,
         };
         let bench = super::BenchSpec {
             prompt_tokens: 0,

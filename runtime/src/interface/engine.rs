@@ -153,6 +153,14 @@ pub struct ExpertChoices {
     pub all: u64,
 }
 
+impl ExpertChoices {
+    /// The share of the choices since `before` that found their expert; `None` without any.
+    pub fn found_since(self, before: Self) -> Option<f64> {
+        let all = self.all - before.all;
+        (all > 0).then(|| (self.in_room - before.in_room) as f64 / all as f64)
+    }
+}
+
 /// Keeps between runs how often texts chose each expert of a model, lately more than long ago.
 pub trait HeatKeeper: Send + Sync {
     /// What was kept of so many experts in all, each finite and not negative; `None` if there is nothing.

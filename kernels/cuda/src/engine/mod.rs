@@ -138,6 +138,7 @@ impl CudaEngine {
     /// Opens a session, if there is room for it.
     fn open_session(&self, spec: SessionSpec) -> Result<CudaSession> {
         let (model, adapters) = (&self.model, &self.adapters);
+        let spec = model.opened(spec);
         let request = model.request(&spec, adapters.widths);
         request.check(model.gpu.free_memory()?)?;
         CudaSession::new(model.clone(), adapters.clone(), spec)
@@ -173,6 +174,7 @@ impl Engine for CudaEngine {
 
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
         let model = &self.model;
+        let spec = &model.opened(*spec);
         Some(DeviceMemory {
             weights: model.weights + self.adapters.bytes,
             free: model.gpu.free_memory().ok()?,

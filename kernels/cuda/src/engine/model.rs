@@ -6,7 +6,7 @@ use super::host_experts::HostExperts;
 use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
 use super::pass::Context;
-use super::plan::PlacedExperts;
+use super::plan::{PlacedExperts, wide};
 use super::request::Request;
 use super::residency::ModelBank;
 use super::session::step_rows::most_together;
@@ -50,6 +50,8 @@ pub(super) struct CudaModel {
     pub(super) trellis: bool,
     /// Which part of a model it is, if it is not a whole one.
     pub(super) part: Option<GpuPart>,
+    /// True if its sessions are made [`wide`].
+    is_wide: bool,
 }
 
 /// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
@@ -251,7 +253,12 @@ impl CudaModel {
                 }
             }
         }
-        let PlacedExperts { at, weights, .. } = split;
+        let PlacedExperts {
+            at,
+            weights,
+            is_wide,
+            ..
+        } = split;
         let on_host = at.cpu_layers();
         if on_host > 0 {
             // The CPU packs weights in about as many bytes as the GPU.
@@ -354,8 +361,14 @@ impl CudaModel {
             embedding,
             trellis,
             part,
+            is_wide,
         };
         Ok((model, census.bits()))
+    }
+
+    /// The session that is opened where `spec` is asked for.
+    pub(super) fn opened(&self, spec: SessionSpec) -> SessionSpec {
+        wide(&spec).filter(|_| self.is_wide).unwrap_or(spec)
     }
 
     /// The request that plans a session of this model with adapters.

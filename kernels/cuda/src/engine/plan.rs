@@ -15,11 +15,16 @@ use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank, stacked};
 use nq_formats::human_bytes;
 use nq_kernels::pages::KvType;
 use nq_kernels::{Account, KernelSet};
-use nq_model::{ModelConfig, in_layer, names};
+use nq_model::{Experts, ModelConfig, in_layer, names};
 use nq_runtime::interface::{DeviceMemory, DraftedBy, Placed, SessionSpec, Split};
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 
+/// The part of the free memory that experts leave to sessions that are not asked for yet: a quarter.
+const UNASKED: usize = 4;
+/// Tokens of a prompt that [`wide`] sessions take at once, and the part of the rooms that may go for that: a quarter.
+const WIDE_ROWS: usize = 8192;
+const FOR_WIDE: usize = 4;
 /// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
 /// Most bits per weight, scales included, of a model of 4-bit weights; for suggestions.
@@ -103,9 +108,11 @@ pub fn placed(
             };
             let split = r.split(None, free, bank, weights)?;
             let here = weight_bytes(whole, kinds, None, split.at, None)?;
+            let wide = wide(spec).filter(|_| split.is_wide);
             let memory = Request {
                 weights: split.weights,
                 stage: split.stage,
+                session: wide.as_ref().or(r.session),
                 ..r
             };
             let rooms = match split.at {
@@ -184,6 +191,8 @@ pub(super) struct PlacedExperts {
     pub(super) weights: usize,
     /// Stacks that sessions make of experts in banks.
     pub(super) stage: Option<StageSizes>,
+    /// True if sessions are made [`wide`].
+    pub(super) is_wide: bool,
 }
 
 impl PlacedExperts {
@@ -192,8 +201,20 @@ impl PlacedExperts {
             at: ExpertsAt::Gpu,
             weights,
             stage: None,
+            is_wide: false,
         }
     }
+}
+
+/// The session of one conversation in the place of `spec` that takes more tokens of a prompt at once, as each time brings
+/// all experts of a bank over the bus once more; `None` for others, and where prompts are shorter.
+pub(super) fn wide(spec: &SessionSpec) -> Option<SessionSpec> {
+    let usual = SessionSpec::prompt_rows(false);
+    let wide = SessionSpec {
+        max_rows: spec.ctx.min(WIDE_ROWS),
+        ..*spec
+    };
+    (spec.slots == 1 && spec.max_rows >= usual && wide.max_rows > spec.max_rows).then_some(wide)
 }
 
 impl Request<'_> {
@@ -231,33 +252,34 @@ impl Request<'_> {
     ) -> Result<PlacedExperts> {
         if let (None, Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
-            let fits = |weights, stage| {
-                let request = Request {
-                    weights,
-                    stage,
-                    ..*self
-                };
-                request.fits(free)
+            let request = Request {
+                weights: all,
+                ..*self
             };
-            if fits(all, None) {
+            if request.fits(free) {
                 return Ok(PlacedExperts::on_gpu(all));
             }
-            // The most rooms that fit: `low` do or are none, `high` do not.
-            let (mut low, mut high) = (0, stacked(&experts));
-            while high - low > 1 {
-                let rooms = low.midpoint(high);
-                if fits(weights(ExpertsAt::Bank { rooms })?, bank) {
-                    low = rooms;
-                } else {
-                    high = rooms;
-                }
-            }
-            if low > 0 {
-                let at = ExpertsAt::Bank { rooms: low };
+            // Whoever asks for no session yet opens one later, whose size is what is left then.
+            let free = match self.session {
+                Some(_) => free,
+                None => free - free / UNASKED,
+            };
+            let most = |request: &Request<'_>| request.most_rooms(&experts, free, bank, &weights);
+            let (rooms, wide) = (most(self)?, self.session.and_then(wide));
+            let session = wide.as_ref().or(self.session);
+            let fewer = match wide {
+                Some(_) => most(&Request { session, ..*self })?,
+                None => 0,
+            };
+            let is_wide = fewer > 0 && fewer >= rooms - rooms / FOR_WIDE;
+            let rooms = if is_wide { fewer } else { rooms };
+            if rooms > 0 {
+                let at = ExpertsAt::Bank { rooms };
                 return Ok(PlacedExperts {
                     at,
                     weights: weights(at)?,
                     stage: bank,
+                    is_wide,
                 });
             }
         }
@@ -286,6 +308,31 @@ impl Request<'_> {
             }
         }
         unreachable!("the last request either fits or is refused")
+    }
+
+    /// The most rooms of each layer that fit `free` bytes beside the session and its stages, or 0.
+    fn most_rooms(
+        &self,
+        experts: &Experts,
+        free: usize,
+        stage: Option<StageSizes>,
+        weights: impl Fn(ExpertsAt) -> Result<usize>,
+    ) -> Result<usize> {
+        // `low` do or are none, `high` do not.
+        let (mut low, mut high) = (0, stacked(experts));
+        while high - low > 1 {
+            let rooms = low.midpoint(high);
+            let request = Request {
+                weights: weights(ExpertsAt::Bank { rooms })?,
+                stage,
+                ..*self
+            };
+            match request.fits(free) {
+                true => low = rooms,
+                false => high = rooms,
+            }
+        }
+        Ok(low)
     }
 
     fn fits(&self, free: usize) -> bool {

@@ -372,6 +372,34 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
         split(&model, None, bank, 2_949_999_999),
         cpu(36, 2_800_000_000)
     );
+    // What sessions to come shall have is not taken by rooms, but by all experts if they fit.
+    let later = Request {
+        session: None,
+        ..model.request(0, &spec)
+    };
+    let at = |free| later.split(None, free, bank, weights).unwrap().at;
+    assert_eq!(at(10_000_000_000), ExpertsAt::Gpu);
+    assert_eq!(at(9_999_999_999), ExpertsAt::Bank { rooms: 11 });
+    // One conversation takes more tokens of its prompts at once, if that costs at most a quarter of the rooms.
+    let rows = |max_rows| session_spec(1, 16_384, KvType::F16, max_rows);
+    let taken = |spec: &SessionSpec| model.request(0, spec).plan().unwrap().total();
+    let (usual, long) = (rows(2048), rows(8192));
+    let free = taken(&usual) + 9_600_000_000;
+    // A little is taken by tables.
+    let fit = |spec| (free - taken(spec) - 2_510_000_000) / 450_000_000;
+    let (most, fewer) = (fit(&usual), fit(&long));
+    let found = model.request(0, &usual).split(None, free, bank, weights);
+    let found = found.unwrap();
+    assert_eq!(found.is_wide, fewer >= most - most / 4, "{fewer} of {most}");
+    let rooms = if found.is_wide { fewer } else { most };
+    assert_eq!(found.at, ExpertsAt::Bank { rooms });
+    let few = model
+        .request(0, &usual)
+        .split(None, taken(&usual) + 2_960_000_000, bank, weights);
+    assert!(!few.unwrap().is_wide);
+    for narrow in [rows(512), SessionSpec { slots: 2, ..usual }] {
+        assert!(wide(&narrow).is_none() && wide(&usual).is_some_and(|s| s.max_rows == 8192));
+    }
 }
 
 #[test]

@@ -227,7 +227,7 @@ mod tests {
                 "{rooms} rooms: {moved:.2} swaps"
             );
             // The first experts, for good, would be found as often as there are rooms.
-            assert!(found > rooms / 128.0 && moved < 0.8, "{rooms} rooms");
+            assert!(found >= rooms / 128.0 && moved < 0.8, "{rooms} rooms");
         }
     }
 
