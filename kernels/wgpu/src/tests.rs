@@ -17,7 +17,7 @@ use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::Activations;
 use nq_kernels::pages::PAGE;
 use nq_kernels::reference;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use nq_runtime::interface::ActivationChoice;
 use nq_runtime::weights::Census;
 use nq_testkit::compare::nmse;
@@ -405,6 +405,38 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
     }
     reference::round_activations(&mut expected, hidden, Activations::Int8 { group: 32 });
     assert!(nmse(&found, &expected) < 1e-5);
+}
+
+#[test]
+fn operations_are_timed_while_they_are_profiled() {
+    let Some(gpu) = gpu() else { return };
+    assert!(gpu.timer().unwrap().is_none());
+    if !gpu.times {
+        println!("skipped: no timestamps within lists of commands");
+        return;
+    }
+    gpu.profile.start();
+    let mut timer = gpu.timer().unwrap().unwrap();
+    let logits = gpu.upload("logits", &normal(1 << 16, 9)).unwrap();
+    let best = gpu.buffer("best", 8 * DRAW_PARTS).unwrap();
+    let kernel = gpu.kernel(&draw(1 << 16), &DRAW).unwrap();
+    let bound = gpu.bind(&DRAW, &[&logits, &best]).unwrap();
+    let mut encoder = gpu.encoder();
+    // Two lists, the first with two operations.
+    for ops in [&["a", "b"][..], &["a"]] {
+        let mut pass = Pass::new(&mut encoder, Some(&mut timer));
+        for op in ops {
+            pass.launch(&kernel, &bound, Grid::new(1, DRAW_PARTS));
+            pass.ends((op, "draw", Dims::new(1, 1)), 100);
+        }
+    }
+    timer.resolve(&mut encoder);
+    gpu.submit(encoder);
+    timer.count(&gpu).unwrap();
+    let mut found = gpu.profile.stop();
+    found.sort_by_key(|timing| timing.op);
+    let counts: Vec<_> = found.iter().map(|t| (t.op, t.calls, t.bytes)).collect();
+    assert_eq!(counts, [("a", 2, 200), ("b", 1, 100)]);
 }
 
 #[test]
