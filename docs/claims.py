@@ -96,7 +96,7 @@ CLAIMS = [
     ("docs/gpu.md", "The rest is refused by name when a model is loaded",
      "runtime/load/tests/wgpu.rs: what_is_not_there_is_refused_by_name; kernels/wgpu/src/tests.rs: what_fails_is_named", None),
     ("docs/gpu.md", "what the adapter binds at once are cut by rows",
-     "kernels/wgpu/src/tests.rs: weights_are_cut_where_a_binding_ends", None),
+     "kernels/wgpu/src/tests/products.rs: weights_are_cut_where_a_binding_ends", None),
     ("docs/gpu.md", "waits for another for 20 seconds gives up with an error", "kernels/cuda/layers.cuh: LIMIT = 19", None),
     ("docs/hybrids.md", "if 70 % of what the layer drafts is right", "benches/records/2026-11-28-draft-heads.csv", None),
     ("docs/images.md", "in at most 10 seconds, without redirects", "serve/src/images.rs: FETCH_TIME: Duration = Duration::from_secs(10)", None),
