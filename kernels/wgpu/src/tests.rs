@@ -6,8 +6,8 @@ mod attention;
 mod products;
 
 use crate::gpu::{Binding, Gpu, Grid, Pass};
+use crate::kernels::{DRAW, NORM, NORM_ROUND, draw, norm};
 use crate::linear::Linear;
-use crate::program::{DRAW, NORM, NORM_ROUND, draw, norm};
 use crate::session::best_token;
 use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;

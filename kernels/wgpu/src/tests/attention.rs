@@ -2,7 +2,7 @@
 
 use super::{gpu, read, run, words};
 use crate::gpu::Grid;
-use crate::program::{
+use crate::kernels::{
     ATTENTION, ATTENTION_ROW, COMBINE, HEADS, Heads, attention, attention_row, combine,
     prepare_heads,
 };

@@ -2,9 +2,9 @@
 
 use super::{gpu, read, run};
 use crate::gpu::{Gpu, Grid, Pass};
+use crate::kernels::{ROUND, SILU, round, silu};
 use crate::linear::Linear;
 use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
-use crate::program::{ROUND, SILU, round, silu};
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Activations, reference};
 use nq_model::DType;
