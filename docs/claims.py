@@ -26,6 +26,13 @@ def ratios(*columns):
     return [r for t in theirs for r in (ours / t, mix / t)]
 
 
+def over_vulkan(test):
+    """CUDA's speed by that of Vulkan: one sequence of 8B on one H200."""
+    cuda, vulkan = (float(row("2026-11-30-wgpu.csv", program="after", device=d, shape="8b", test=test, batch="1")["tok_s"])
+                    for d in ("cuda", "wgpu"))
+    return cuda / vulkan
+
+
 def predictions():
     found = rows("2026-11-21-allocation.csv", losses="calibration", head="gptq")
     return max(abs(1 - float(r["predicted"]) / float(r["held_out"])) for r in found if r["predicted"])
@@ -96,7 +103,9 @@ CLAIMS = [
     ("docs/gpu.md", "The rest is refused by name when a model is loaded",
      "runtime/load/tests/wgpu.rs: what_is_not_there_is_refused_by_name; kernels/wgpu/src/tests.rs: what_fails_is_named", None),
     ("docs/gpu.md", "what the adapter binds at once are cut by rows",
-     "kernels/wgpu/src/tests.rs: weights_are_cut_where_a_binding_ends", None),
+     "kernels/wgpu/src/tests/products.rs: weights_are_cut_where_a_binding_ends", None),
+    ("docs/gpu.md", "decodes 8B in INT4 more than twice as fast", "benches/records/2026-11-30-wgpu.csv",
+     lambda: all(least < over_vulkan(test) < least + 1 for test, least in (("tg128", 2), ("pp512", 9)))),
     ("docs/gpu.md", "waits for another for 20 seconds gives up with an error", "kernels/cuda/layers.cuh: LIMIT = 19", None),
     ("docs/gpu.md", "depend on which expert is where, bit for bit",
      "runtime/load/tests/alone/bank.rs: whatever_has_room_computes_the_same", None),

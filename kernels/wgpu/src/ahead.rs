@@ -47,7 +47,7 @@ impl StepsAhead for WgpuSession {
         1
     }
 
-    fn draws(&self, sampler: &Sampler) -> bool {
+    fn draws(&mut self, sampler: &Sampler) -> bool {
         let greedy = sampler.params().is_greedy() && !sampler.adjusts();
         greedy && sampler.top_logprobs().is_none()
     }

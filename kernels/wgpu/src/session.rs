@@ -38,6 +38,9 @@ pub(crate) struct WgpuSession {
 /// next.
 const SUBMITTED: usize = 6;
 
+/// Pages whose keys a workgroup reads in about as long as a launch takes that joins parts.
+const UNSPLIT: usize = 3;
+
 /// What the commands of a step depend on, in which every sequence has one row that wants logits: they are written while
 /// the step before it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -413,7 +416,7 @@ impl RowsLayout {
 
 /// Parts in which keys in up to `pages` pages are read by passes of `rows` rows, and the pages of each.
 fn parts(pages: usize, rows: usize) -> (usize, usize) {
-    let parts = match rows <= STEP_ROWS {
+    let parts = match rows <= STEP_ROWS && pages > UNSPLIT {
         true => pages.min(SPLITS),
         false => 1,
     };

@@ -17,7 +17,7 @@ pub trait StepsAhead {
 
     /// True if the device draws as `sampler` does. Where it does not for a sequence, the batch's steps are not queued here:
     /// their logits come to the host.
-    fn draws(&self, sampler: &Sampler) -> bool {
+    fn draws(&mut self, sampler: &Sampler) -> bool {
         let _ = sampler;
         true
     }

@@ -185,6 +185,10 @@ impl StepsAhead for Replay {
         self.limits.1
     }
 
+    fn draws(&mut self, sampler: &Sampler) -> bool {
+        self.device().draws(sampler)
+    }
+
     /// Nothing to check here: tokens are checked when their sequence is seated.
     fn check(&self, _: &[u32], _: Option<&Sampler>) -> Result<()> {
         Ok(())

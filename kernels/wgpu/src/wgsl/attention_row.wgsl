@@ -1,7 +1,7 @@
 // Attention of a row that is the last of its sequence, for up to QUERIES heads of queries that share one of keys and
 // values: a step in which every sequence has one row. Every workgroup prepares its heads for itself: biases, norms of
-// heads, rotation. It reads the pages of one part, 64 keys at a time with an online softmax (arXiv 2205.14135), and the
-// one whose part holds the row's position keeps the key and the value there first. If there are several parts, sums
+// heads, rotation; and the one whose part holds the row's position keeps the key and the value there. It reads the pages of
+// one part, 64 keys at a time with an online softmax (arXiv 2205.14135), the next ones always on their way. If there are several parts, sums
 // and softmax are left to COMBINE of attention.wgsl.
 
 @group(0) @binding(0) var<uniform> step: Step;
@@ -29,6 +29,24 @@ fn pair_of(at: u32) -> u32 {
     return pack2x16float(vec2<f32>(heads[at], heads[at + 1u]));
 }
 
+fn new_key(i: u32) -> vec4<u32> {
+    let at = QUERIES * DIM + 8u * i;
+    return vec4<u32>(pair_of(at), pair_of(at + 2u), pair_of(at + 4u), pair_of(at + 6u));
+}
+
+// Where the keys from `base` on are; past the end of a part, where its first ones are.
+fn place_of(table: u32, kv_head: u32, begin: u32, base: u32, end: u32) -> u32 {
+    let first = select(begin, base, base < end);
+    // A part behind the row's position reads the row's first page, and uses nothing of it.
+    let page = select(0u, first / PAGE, first < end);
+    return (batch[table + page] * KV_HEADS + kv_head) * PAGE + first % PAGE;
+}
+
+// The number of the last key of those from `base` on.
+fn last_of(base: u32, end: u32) -> u32 {
+    return select(0u, min(63u, end - base - 1u), base < end);
+}
+
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
     let split = group.x;
@@ -37,6 +55,26 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let row = group.z;
     let position = batch[2u * row];
     let table = step.tables_at + batch[2u * row + 1u];
+    let begin = split * step.split_pages * PAGE;
+    let end = min(position + 1u, begin + step.split_pages * PAGE);
+    // Four neighbours share a key, and invocations that share values have some keys each.
+    let key = index / 4u;
+    let quarter = index % 4u;
+    let pair = index % PAIRS;
+    let share = index / PAIRS;
+#for n in PER_QUARTER
+    let vector$n = min(4u * $nu + quarter, DIM / 8u - 1u);
+#end
+    // Keys past the end are read as the last one, and do not count.
+    var place = place_of(table, kv_head, begin, begin, end);
+    var last = last_of(begin, end);
+#for n in PER_QUARTER
+    var key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
+#end
+#for k in PER_SHARE
+    var value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * PAIRS + pair];
+#end
+
     // Queries past the end of the group are computed as its last one, and not written.
     for (var i = index; i < (QUERIES + 2u) * DIM; i += 256u) {
         let query = i / DIM;
@@ -88,18 +126,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         heads[at + TURNED / 2u] = b * cosine + a * sine;
     }
     workgroupBarrier();
-    let begin = split * step.split_pages * PAGE;
-    let end = min(position + 1u, begin + step.split_pages * PAGE);
     if (end == position + 1u && begin <= position) {
         // Workgroups with other queries of the group write the same.
-        let page = batch[table + position / PAGE];
-        let place = (page * KV_HEADS + kv_head) * PAGE + position % PAGE;
+        let to = (batch[table + position / PAGE] * KV_HEADS + kv_head) * PAGE + position % PAGE;
         for (var i = index; i < DIM / 8u; i += 256u) {
-            keys[place * (DIM / 8u) + i] = vec4<u32>(pair_of(QUERIES * DIM + 8u * i), pair_of(QUERIES * DIM + 8u * i + 2u),
-                pair_of(QUERIES * DIM + 8u * i + 4u), pair_of(QUERIES * DIM + 8u * i + 6u));
+            keys[to * (DIM / 8u) + i] = new_key(i);
         }
         for (var i = index; i < DIM / 2u; i += 256u) {
-            values[place * (DIM / 2u) + i] = pair_of((QUERIES + 1u) * DIM + 2u * i);
+            values[to * PAIRS + i] = pair_of((QUERIES + 1u) * DIM + 2u * i);
         }
     }
     for (var i = index; i < QUERIES * DIM / 4u; i += 256u) {
@@ -109,26 +143,37 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         greatest[index] = NOTHING;
         total[index] = 0.0;
     }
-    storageBarrier();
     workgroupBarrier();
 
-    let pair = index % PAIRS;
-    let share = index / PAIRS;
 #for q in QUERIES
     var sum$q = vec2<f32>();
 #end
     for (var base = begin; base < end; base += 64u) {
-        let place = (batch[table + base / PAGE] * KV_HEADS + kv_head) * PAGE + base % PAGE;
         let count = min(64u, end - base);
-        // Four neighbours share a key. Keys past the end are read as the last one, and do not count.
-        let key = index / 4u;
-        let quarter = index % 4u;
 #for n in PER_QUARTER
-        let key_words$n = keys[(place + min(key, count - 1u)) * (DIM / 8u) + min(4u * $nu + quarter, DIM / 8u - 1u)];
+        var now_key$n = key_words$n;
 #end
-        // Values are on their way at the same time.
 #for k in PER_SHARE
-        let value_words$k = values[(place + min(share * PER_SHARE + $ku, count - 1u)) * PAIRS + pair];
+        var now_value$k = value_words$k;
+#end
+        place = place_of(table, kv_head, begin, base + 64u, end);
+        last = last_of(base + 64u, end);
+#for n in PER_QUARTER
+        key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
+#end
+#for k in PER_SHARE
+        value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * PAIRS + pair];
+#end
+        // The row's own were read before they were written; what stands in for those behind must be finite, too.
+        if (base + key >= position) {
+#for n in PER_QUARTER
+            now_key$n = new_key(vector$n);
+#end
+        }
+#for k in PER_SHARE
+        if (base + share * PER_SHARE + $ku >= position) {
+            now_value$k = pair_of((QUERIES + 1u) * DIM + 2u * pair);
+        }
 #end
 #for q in QUERIES
         var score$q = 0.0;
@@ -136,8 +181,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #for n in PER_QUARTER
         if (4u * $nu + quarter < DIM / 8u) {
             let at = 2u * (4u * $nu + quarter);
-            let a = vec4<f32>(unpack2x16float(key_words$n.x), unpack2x16float(key_words$n.y));
-            let b = vec4<f32>(unpack2x16float(key_words$n.z), unpack2x16float(key_words$n.w));
+            let a = vec4<f32>(unpack2x16float(now_key$n.x), unpack2x16float(now_key$n.y));
+            let b = vec4<f32>(unpack2x16float(now_key$n.z), unpack2x16float(now_key$n.w));
 #for q in QUERIES
             score$q += dot(queries[$qu * (DIM / 4u) + at], a) + dot(queries[$qu * (DIM / 4u) + at + 1u], b);
 #end
@@ -192,7 +237,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
 #for k in PER_SHARE
         if (share * PER_SHARE + $ku < 64u) {
-            let value = unpack2x16float(value_words$k);
+            let value = unpack2x16float(now_value$k);
 #for q in QUERIES
             sum$q += value * scores[$qu * 64u + share * PER_SHARE + $ku];
 #end

@@ -135,6 +135,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             turn = 0u;
             block += groups.x;
         }
+#if ADDED
+        // What is added to is read early, too.
+#for i in TOGETHER
+        var old$i = 0.0;
+        if (ends && lane == 0u) {
+            old$i = y[slice.row0 + min(first + $iu, slice.rows - 1u)];
+        }
+#end
+#end
         let next = turn * LANES * UNROLLED + lane;
 #for i in TOGETHER
         row$i = min((block * PARTS + part) * TOGETHER + $iu, slice.rows - 1u);
@@ -199,7 +208,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for i in TOGETHER
                 if (first + $iu < slice.rows) {
 #if ADDED
-                    y[slice.row0 + first + $iu] += total$i;
+                    y[slice.row0 + first + $iu] = old$i + total$i;
 #else
                     y[slice.row0 + first + $iu] = total$i;
 #end

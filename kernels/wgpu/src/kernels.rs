@@ -1,0 +1,158 @@
+//! The kernels between products: attention, heads, norms, draws; and what they are bound to.
+
+use crate::gpu::Binding::{self, Read, Uniform, Write};
+use crate::pack::UNIT;
+use crate::sizes::{DRAW_PARTS, SPLITS};
+use crate::source::KernelSource;
+use nq_kernels::pages::PAGE;
+use nq_model::ModelConfig;
+
+/// What the kernels of attention, and of heads and other rows, are bound to.
+pub(crate) const ATTENTION: [Binding; 7] = [Uniform, Read, Write, Write, Read, Read, Read];
+pub(crate) const ATTENTION_ROW: [Binding; 8] =
+    [Uniform, Read, Write, Write, Read, Read, Write, Write];
+pub(crate) const DRAW: [Binding; 2] = [Read, Write];
+pub(crate) const COMBINE: [Binding; 4] = [Uniform, Read, Write, Write];
+pub(crate) const HEADS: [Binding; 6] = [Uniform, Read, Read, Write, Write, Write];
+pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
+pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
+pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
+pub(crate) const SILU: [Binding; 3] = [Uniform, Read, Write];
+
+/// Values of queries that workgroups of attention hold at most: half of the 16 KB that every adapter has.
+const HELD_QUERIES: usize = 2048;
+
+/// Heads of attention.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads {
+    pub(crate) count: usize,
+    pub(crate) kv: usize,
+    pub(crate) dim: usize,
+    /// Values of a head that turn with the position.
+    pub(crate) turned: usize,
+}
+
+impl Heads {
+    /// Those of models of shape `c`.
+    pub(crate) fn of(c: &ModelConfig) -> Self {
+        Heads {
+            count: c.num_attention_heads,
+            kv: c.num_key_value_heads,
+            dim: c.head_dim,
+            turned: c.rotary_dims(),
+        }
+    }
+
+    /// Heads that share one of keys and values.
+    fn group(&self) -> usize {
+        self.count / self.kv
+    }
+
+    /// Parts into which the heads of a group are divided in steps: a workgroup has up to four of them, or as many values
+    /// as four of 128.
+    pub(crate) fn shares(&self) -> usize {
+        self.group().div_ceil((512 / self.dim).clamp(1, 4))
+    }
+
+    /// Rows of a sequence that attend together in prompts.
+    pub(crate) fn tile(&self) -> usize {
+        ((HELD_QUERIES / self.dim).min(16) / self.group()).max(1)
+    }
+}
+
+/// The kernel that combines parts of attention.
+pub(crate) fn combine(heads: Heads) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
+        .with("HEADS", heads.count)
+        .with("DIM", heads.dim)
+        .with("SPLITS", SPLITS)
+        .with_float("NOTHING", NOTHING)
+        .flag("COMBINE", true)
+}
+
+/// The kernel of attention for steps in which every sequence has one row, without biases and norms.
+pub(crate) fn attention_row(heads: Heads, eps: f32) -> KernelSource {
+    let (queries, pairs) = (heads.group().div_ceil(heads.shares()), heads.dim / 2);
+    // Invocations for which there is a key to each; 64 keys are read together.
+    let value_shares = (256 / pairs).min(64);
+    KernelSource::new(&[include_str!("wgsl/attention_row.wgsl")])
+        .with("HEADS", heads.count)
+        .with("KV_HEADS", heads.kv)
+        .with("GROUP", heads.group())
+        .with("SHARES", heads.shares())
+        .with("DIM", heads.dim)
+        .with("TURNED", heads.turned)
+        .with("PAGE", PAGE)
+        .with("QUERIES", queries)
+        .with("PAIRS", pairs)
+        .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
+        .with("VALUE_SHARES", value_shares)
+        .with("PER_SHARE", 64usize.div_ceil(value_shares))
+        .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
+        .with_float("NOTHING", NOTHING)
+        .with_float("EPS", eps)
+}
+
+/// The score of what nobody sees.
+const NOTHING: f32 = -1e30;
+
+/// The kernel of attention for tiles of `rows` rows.
+pub(crate) fn attention(heads: Heads, rows: usize) -> KernelSource {
+    let (queries, pairs) = (rows * heads.group(), heads.dim / 2);
+    let value_parts = (128 / pairs).min(queries);
+    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
+        .with("HEADS", heads.count)
+        .with("KV_HEADS", heads.kv)
+        .with("GROUP", heads.group())
+        .with("DIM", heads.dim)
+        .with("PAGE", PAGE)
+        .with("QUERIES", queries)
+        .with("PER_HALF", queries.div_ceil(2))
+        .with("PAIRS", pairs)
+        .with("VALUE_PARTS", value_parts)
+        .with("PER_VALUE_PART", queries.div_ceil(value_parts))
+        .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
+        .with_float("NOTHING", NOTHING)
+}
+
+/// The kernel that prepares heads, without biases and norms.
+pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/heads.wgsl")])
+        .with("HEADS", heads.count)
+        .with("KV_HEADS", heads.kv)
+        .with("DIM", heads.dim)
+        .with("TURNED", heads.turned)
+        .with("PAGE", PAGE)
+        .with_float("EPS", eps)
+}
+
+/// The kernel that finds the best of `vocab` logits in parts.
+pub(crate) fn draw(vocab: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/draw.wgsl")])
+        .with("VOCAB", vocab)
+        .with("PER_PART", vocab.div_ceil(DRAW_PARTS))
+        .with("DRAW_PARTS", DRAW_PARTS)
+        .with_float("LEAST", f32::MIN)
+}
+
+/// The kernel of RMSNorm over rows of `hidden` values.
+pub(crate) fn norm(hidden: usize, eps: f32) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
+        .with("HIDDEN", hidden)
+        .with_float("EPS", eps)
+        .flag("NORM", true)
+}
+
+/// The kernel that rounds rows of `inputs` values to bytes.
+pub(crate) fn round(inputs: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
+        .with("UNITS", inputs / UNIT)
+        .flag("ROUND", true)
+}
+
+/// The kernel of SwiGLU over rows of `width` gates and as many that they multiply.
+pub(crate) fn silu(width: usize) -> KernelSource {
+    KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
+        .with("WIDTH", width)
+        .flag("SILU", true)
+}

@@ -1,0 +1,314 @@
+//! Products, of every form of weights and number of rows.
+
+use super::{gpu, read, run};
+use crate::gpu::{Gpu, Grid, Pass};
+use crate::kernels::{ROUND, SILU, round, silu};
+use crate::linear::Linear;
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
+use nq_kernels::{Activations, reference};
+use nq_model::DType;
+use nq_runtime::interface::ActivationChoice;
+use nq_runtime::weights::Census;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, blocks, dense, held_as_others, normal};
+
+/// `x` `[rows, in]` times `parts`, added to `y` where `outputs` says so.
+fn product(
+    gpu: &Gpu,
+    parts: &[&Weight],
+    choice: ActivationChoice,
+    outputs: Outputs,
+    x: &[f32],
+) -> Vec<f32> {
+    let gated = outputs == Outputs::Gated;
+    let linear = Linear::new(gpu, "test", parts, gated, choice, &mut Census::default()).unwrap();
+    assert_eq!(linear.interleaved, gated);
+    let rows = x.len() / linear.inputs;
+    let width = match gated {
+        true => linear.outputs / 2,
+        false => linear.outputs,
+    };
+    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    let x = gpu.upload("x", x).unwrap();
+    let y = gpu.upload("y", &vec![1.0; rows * width]).unwrap();
+    let rounded = gpu.buffer("bytes", rows * linear.inputs).unwrap();
+    let scales = gpu.buffer("scales", rows * linear.inputs / 4).unwrap();
+    if linear.rounds {
+        let buffers = [&step, &x, &rounded, &scales];
+        run(
+            gpu,
+            &round(linear.inputs),
+            &ROUND,
+            &buffers,
+            Grid::new(rows, 1),
+        );
+    }
+    let (x, x_scales) = match linear.rounds {
+        true => (&rounded, &scales),
+        false => (&x, &x),
+    };
+    let operands = Operands {
+        step: &step,
+        x,
+        x_scales,
+        y: &y,
+    };
+    let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
+    let mut encoder = gpu.encoder();
+    {
+        let mut pass = Pass::new(&mut encoder, None);
+        bound
+            .launch(gpu, &mut pass, rows, &mut ProductKernels::new())
+            .unwrap();
+    }
+    gpu.submit(encoder);
+    read(gpu, &y, rows * width)
+}
+
+/// The same by the reference.
+fn expected(parts: &[&Weight], rounding: Activations, outputs: Outputs, x: &[f32]) -> Vec<f32> {
+    let inputs = parts[0].dims().cols;
+    let mut x = x.to_vec();
+    reference::round_activations(&mut x, inputs, rounding);
+    let rows = x.len() / inputs;
+    let mut by_part: Vec<Vec<f32>> = Vec::new();
+    for part in parts {
+        let mut y = vec![0.0; rows * part.dims().rows];
+        reference::linear(&x, part, &mut y).unwrap();
+        by_part.push(y);
+    }
+    if outputs == Outputs::Gated {
+        let mut y = vec![0.0; by_part[0].len()];
+        reference::silu_mul(&by_part[0], &by_part[1], &mut y);
+        return y;
+    }
+    let mut all = Vec::new();
+    for row in 0..rows {
+        for (y, part) in by_part.iter().zip(parts) {
+            let width = part.dims().rows;
+            all.extend_from_slice(&y[row * width..][..width]);
+        }
+    }
+    if outputs == Outputs::Added {
+        all.iter_mut().for_each(|v| *v += 1.0);
+    }
+    all
+}
+
+/// Weights of every form that kernels read, with this many inputs.
+fn weights(out: usize, inputs: usize) -> Vec<Weight> {
+    let plain = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
+    let mut schemes = vec![
+        plain(Bits::B4, Group::Size(64), Zeros::Integer),
+        plain(Bits::B4, Group::Size(16), Zeros::None),
+        plain(Bits::B4, Group::Channel, Zeros::Offset),
+        plain(Bits::B5, Group::Size(32), Zeros::Integer),
+        plain(Bits::B6, Group::Size(128), Zeros::Offset),
+        plain(Bits::B8, Group::Size(64), Zeros::Integer),
+    ];
+    // Scales in two levels, tables and fewer bits, which are held otherwise.
+    schemes.extend(held_as_others(Group::Size(64)).into_iter().step_by(5));
+    schemes.extend(blocks().into_iter().skip(1).step_by(3));
+    let quantized = schemes.into_iter().zip(10..);
+    let quantized = quantized.map(|(scheme, seed)| affine(scheme, out, inputs, None, seed));
+    let floats = [DType::F32, DType::F16, DType::BF16];
+    let floats = floats.into_iter().zip(1..);
+    let floats = floats.map(|(dtype, seed)| dense(dtype, out, inputs, seed));
+    floats.chain(quantized).collect()
+}
+
+#[test]
+fn products_of_every_form() {
+    let Some(gpu) = gpu() else { return };
+    let inputs = 3 * 512;
+    for weight in weights(70, inputs) {
+        for rows in [1, 70] {
+            let x = normal(rows * inputs, rows as u64);
+            let found = product(&gpu, &[&weight], ActivationChoice::F32, Outputs::Added, &x);
+            let expected = expected(&[&weight], Activations::F32, Outputs::Added, &x);
+            let error = nmse(&found, &expected);
+            assert!(
+                error < 1e-11,
+                "{} x {rows}: {error:e}",
+                weight.scheme_name()
+            );
+        }
+    }
+}
+
+#[test]
+fn products_of_any_number_of_rows() {
+    let Some(gpu) = gpu() else { return };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let (a, b) = (
+        affine(scheme, 50, 320, None, 1),
+        affine(scheme, 23, 320, None, 2),
+    );
+    let other = AffineScheme::new(Bits::B8, Group::Size(32), Zeros::None);
+    let c = affine(other, 9, 320, None, 3);
+    for rows in [1, 3, 16, 17, 65] {
+        let x = normal(rows * 320, rows as u64);
+        for (choice, rounding) in [
+            (ActivationChoice::F32, Activations::F32),
+            (ActivationChoice::Auto, Activations::Int8 { group: 32 }),
+        ] {
+            let parts = [&a, &b, &c];
+            let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
+            let expected = expected(&parts, rounding, Outputs::Stored, &x);
+            let error = nmse(&found, &expected);
+            assert!(error < 1e-11, "{rows} rows, {rounding}: {error:e}");
+        }
+    }
+}
+
+/// Products of one row that normalize and round their input themselves, with and without subgroups.
+#[test]
+fn a_row_is_normalized_and_rounded_by_its_product() {
+    let Some(mut gpu) = gpu() else { return };
+    let with = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
+    let schemes = [
+        with(Bits::B4, Group::Size(64), Zeros::Integer),
+        with(Bits::B4, Group::Channel, Zeros::Offset),
+        with(Bits::B5, Group::Size(32), Zeros::Integer),
+        with(Bits::B6, Group::Size(128), Zeros::Offset),
+        with(Bits::B8, Group::Size(64), Zeros::Integer),
+    ];
+    for lanes in [gpu.lanes, None] {
+        gpu.lanes = lanes;
+        // Inputs that no number of lanes divides, and so many outputs that workgroups compute several blocks.
+        for (inputs, rows) in [(672, 131), (3 * 512, 70), (64, 40_000)] {
+            for (scheme, seed) in schemes.into_iter().zip(1..) {
+                let cases = [Outputs::Stored, Outputs::Added, Outputs::Gated].into_iter();
+                for (outputs, eps) in cases.zip([Some(1e-5), None, Some(1e-6)]) {
+                    if rows > 1000 && seed > 1 {
+                        continue;
+                    }
+                    let part = |seed| affine(scheme, rows, inputs, None, seed);
+                    let (first, second) = (part(seed), part(seed + 50));
+                    let parts = match outputs {
+                        Outputs::Gated => vec![&first, &second],
+                        _ => vec![&first],
+                    };
+                    let (x, gains) = (normal(inputs, 3), normal(inputs, 4));
+                    let (step, y, input, gain_buffer) = (
+                        gpu.uniform(&[1, 0, 0, 0, 0, 0, 0, 0]).unwrap(),
+                        gpu.upload("y", &vec![1.0; rows]).unwrap(),
+                        gpu.upload("x", &x).unwrap(),
+                        gpu.upload("gains", &gains).unwrap(),
+                    );
+                    let mut census = Census::default();
+                    let choice = ActivationChoice::Int8 { group: 32 };
+                    let gated = outputs == Outputs::Gated;
+                    let linear =
+                        Linear::new(&gpu, "test", &parts, gated, choice, &mut census).unwrap();
+                    let operands = RowOperands {
+                        step: &step,
+                        x: &input,
+                        norm: eps.map(|eps| (&gain_buffer, eps)),
+                        y: &y,
+                    };
+                    let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
+                    let product = product.expect("inputs that are rounded, and fit a workgroup");
+                    let mut encoder = gpu.encoder();
+                    product.launch(&mut Pass::new(&mut encoder, None));
+                    gpu.submit(encoder);
+                    let found = read(&gpu, &y, rows);
+                    let mut x_normed = x.to_vec();
+                    if let Some(eps) = eps {
+                        reference::rms_norm(&x, &gains, eps, &mut x_normed);
+                    }
+                    let rounding = Activations::Int8 { group: 32 };
+                    let error = nmse(&found, &expected(&parts, rounding, outputs, &x_normed));
+                    // Where a value is halfway between two bytes, the order of factors decides.
+                    let most = if eps.is_some() { 1e-5 } else { 1e-11 };
+                    let case = format!("{scheme}, {rows} x {inputs}, {outputs:?}, {lanes:?}");
+                    assert!(error < most, "{case}: {error:e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_are_cut_where_a_binding_ends() {
+    let Some(mut gpu) = gpu() else { return };
+    gpu.limits.max_storage_buffer_binding_size = 1 << 14;
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let weight = affine(scheme, 300, 320, None, 1);
+    let (parts, choice) = ([&weight], ActivationChoice::F32);
+    let linear = Linear::new(&gpu, "test", &parts, false, choice, &mut Census::default()).unwrap();
+    // Tiles of 64 rows of 160 bytes.
+    assert_eq!(linear.slices.len(), 5);
+    let x = normal(2 * 320, 1);
+    let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
+    let error = nmse(
+        &found,
+        &expected(&parts, Activations::F32, Outputs::Stored, &x),
+    );
+    assert!(error < 1e-11, "{error:e}");
+}
+
+#[test]
+fn inputs_are_rounded_to_bytes_for_every_width() {
+    let Some(gpu) = gpu() else { return };
+    for bits in [Bits::B4, Bits::B5, Bits::B6, Bits::B8] {
+        let scheme = AffineScheme::new(bits, Group::Size(64), Zeros::Integer);
+        let weight = affine(scheme, 66, 256, None, 5);
+        let choice = ActivationChoice::Int8 { group: 32 };
+        for rows in [2, 40] {
+            let x = normal(rows * 256, 3);
+            let found = product(&gpu, &[&weight], choice, Outputs::Stored, &x);
+            let rounding = Activations::Int8 { group: 32 };
+            let error = nmse(&found, &expected(&[&weight], rounding, Outputs::Stored, &x));
+            assert!(error < 1e-11, "{bits:?} x {rows}: {error:e}");
+        }
+    }
+}
+
+#[test]
+fn gates_multiply_their_neighbours() {
+    let Some(gpu) = gpu() else { return };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+    let pair = |a: Weight, b: Weight| (a, b);
+    for (gate, up) in [
+        pair(
+            affine(scheme, 37, 96, None, 1),
+            affine(scheme, 37, 96, None, 2),
+        ),
+        pair(dense(DType::BF16, 37, 96, 1), dense(DType::BF16, 37, 96, 2)),
+    ] {
+        for rows in [1, 6, 16, 33] {
+            let x = normal(rows * 96, rows as u64);
+            let parts = [&gate, &up];
+            let found = product(&gpu, &parts, ActivationChoice::F32, Outputs::Gated, &x);
+            let error = nmse(
+                &found,
+                &expected(&parts, Activations::F32, Outputs::Gated, &x),
+            );
+            assert!(error < 1e-10, "{rows} rows: {error:e}");
+        }
+    }
+    let (rows, width) = (3, 300);
+    let x = normal(rows * 2 * width, 4);
+    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    let (input, y) = (
+        gpu.upload("x", &x).unwrap(),
+        gpu.buffer("y", 4 * rows * width).unwrap(),
+    );
+    run(
+        &gpu,
+        &silu(width),
+        &SILU,
+        &[&step, &input, &y],
+        Grid::new(rows, 1),
+    );
+    let mut expected = vec![0.0; rows * width];
+    for (row, y) in x
+        .chunks_exact(2 * width)
+        .zip(expected.chunks_exact_mut(width))
+    {
+        reference::silu_mul(&row[..width], &row[width..], y);
+    }
+    assert!(nmse(&read(&gpu, &y, rows * width), &expected) < 1e-11);
+}
