@@ -102,7 +102,7 @@ impl StagePace {
     /// The pace of a CPU, with `trellises` of one that searches them.
     ///
     /// # Errors
-    /// None, unless the code of trellises is wrong.
+    /// Errors of the search of trellises.
     pub(super) fn of_cpu(rehearsal: &Rehearsal, trellises: bool) -> Result<Self> {
         let column = rehearsal.column;
         Ok(StagePace {

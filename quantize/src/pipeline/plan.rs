@@ -49,8 +49,8 @@ const TUNING: [(&str, f64); 4] = [
     ("rounding the tuned weights", 0.05),
 ];
 
-/// How many times as long as one of a product a multiplication of attention takes where a sequence is sampled token by token: each
-/// token reads its keys and values from memory (a demo model and 0.6B on two cores).
+/// The time of a multiplication of attention, in times of one of a product, where text is sampled token by token: each token
+/// reads the keys and values of its own sequence from memory. Found on two cores with the demo model.
 const READ_AGAIN: f64 = 11.0;
 
 /// The share of a layer's time for which it runs as rounded, which a resumed run does again.

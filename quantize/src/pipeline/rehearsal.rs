@@ -14,7 +14,7 @@ use crate::linalg::Matrix;
 use crate::memory;
 use crate::methods::{Needs, Problem};
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
-use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, synth};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, mapping, synth};
 use nq_load::load;
 use nq_model::{DType, ModelConfig, Preset};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
@@ -300,7 +300,7 @@ impl Job<'_> {
         let model = StandIn::new(self)?;
         let logits = model.logits()?;
         let layer = model.layer()?;
-        Ok(Rehearsal {
+        let rehearsal = Rehearsal {
             sampled: model.sampling(together, &logits)?,
             drawn: logits.drawn,
             run: layer.run,
@@ -309,7 +309,11 @@ impl Job<'_> {
             compared: model.comparison(&logits)?,
             scored: logits.scored,
             column: layer.column,
-        })
+        };
+        drop(model);
+        // What it took is no part of the memory that the run is said to take.
+        mapping::trim_heap();
+        Ok(rehearsal)
     }
 }
 
