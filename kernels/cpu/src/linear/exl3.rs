@@ -211,7 +211,7 @@ fn values_of<S: Simd, const BYTES: bool, const K: usize>(
                 for pair in 0..4 {
                     // Of one input, the values of outputs `g` and `g + 8`.
                     let mut both = [[0.0; LANES]; 2];
-                    for half in 0..2 {
+                    for (half, lanes) in both.iter_mut().enumerate() {
                         let end = (8 * t + pair + 4 * half + 1) * K;
                         // The words of the panel, and the one before: a sequence is cyclic.
                         let at = panel * K + (end - 1) / 32;
@@ -221,7 +221,7 @@ fn values_of<S: Simd, const BYTES: bool, const K: usize>(
                             let (before, own) =
                                 (s.load_bits(before.as_ptr()), s.load_bits(data[at].as_ptr()));
                             let state = s.state(before, own, end);
-                            s.store(both[half].as_mut_ptr(), value::<S, BYTES>(s, code, state));
+                            s.store(lanes.as_mut_ptr(), value::<S, BYTES>(s, code, state));
                         }
                     }
                     let (input, _) = place(8 * t + pair);
