@@ -206,24 +206,24 @@ fn values_of<S: Simd, const BYTES: bool, const K: usize>(
         for panel in 0..PANELS {
             let (out, _) = out[(panel * inputs + nth * SPAN) * LANES..][..SPAN * LANES]
                 .as_chunks_mut::<LANES>();
-            // The words of the panel, and the one before: a sequence is cyclic.
-            let word = |i: usize| {
-                let at = (panel * K + i + words - 1) % words;
-                // SAFETY: an array of 16.
-                unsafe { s.load_bits(data[at].as_ptr()) }
-            };
+            // No closures: code in them would be compiled without the instructions.
             for t in 0..4 {
                 for pair in 0..4 {
                     // Of one input, the values of outputs `g` and `g + 8`.
-                    let both = [pair, pair + 4].map(|j| {
-                        let end = (8 * t + j + 1) * K;
-                        let last = (end - 1) / 32;
-                        let state = s.state(word(last), word(last + 1), end);
-                        let mut lanes = [0.0; LANES];
-                        // SAFETY: an array of 16.
-                        unsafe { s.store(lanes.as_mut_ptr(), value::<S, BYTES>(s, code, state)) };
-                        lanes
-                    });
+                    let mut both = [[0.0; LANES]; 2];
+                    for (half, lanes) in both.iter_mut().enumerate() {
+                        let end = (8 * t + pair + 4 * half + 1) * K;
+                        // The words of the panel, and the one before: a sequence is cyclic.
+                        let at = panel * K + (end - 1) / 32;
+                        let before = &data[(at + words - 1) % words];
+                        // SAFETY: arrays of 16.
+                        unsafe {
+                            let (before, own) =
+                                (s.load_bits(before.as_ptr()), s.load_bits(data[at].as_ptr()));
+                            let state = s.state(before, own, end);
+                            s.store(lanes.as_mut_ptr(), value::<S, BYTES>(s, code, state));
+                        }
+                    }
                     let (input, _) = place(8 * t + pair);
                     for p in 0..2 {
                         let to = &mut out[TILE * p + input];
