@@ -427,12 +427,7 @@ impl WeightStore for RandomStore {
                 let weight = random_trellis(self.seed, name, Dims::new(rows, cols), scheme)?;
                 Weight::Quantized(QuantizedWeight::Trellis(weight))
             }
-            Some(Scheme::Exl3(scheme)) => {
-                return Err(Error::Scheme {
-                    expected: "a scheme that nq makes".into(),
-                    found: scheme.to_string(),
-                });
-            }
+            Some(Scheme::Exl3(_)) => unreachable!("no recipe has EXL3"),
         })
     }
 
