@@ -146,10 +146,9 @@ mod tests {
 
     #[test]
     fn published_figures_are_whole_and_those_that_were_measured_are_told() {
-        assert_eq!(
-            cards().count(),
-            include_str!("cards.csv").lines().count() - 3
-        );
+        let table = include_str!("cards.csv").lines();
+        let rows = table.filter(|line| !line.starts_with('#')).count() - 1;
+        assert_eq!(cards().count(), rows);
         let h200 = find("H200").unwrap();
         assert_eq!(
             (h200.read_gb_s, h200.bandwidth_known),

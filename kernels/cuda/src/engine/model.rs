@@ -11,7 +11,8 @@ use super::request::Request;
 use super::residency::ModelBank;
 use super::session::step_rows::most_together;
 use super::weights::{
-    self, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds, weight_bytes,
+    self, TrellisCodes, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds,
+    weight_bytes,
 };
 use crate::pack::{SPAN, TILE};
 use crate::{
@@ -46,8 +47,8 @@ pub(super) struct CudaModel {
     pub(super) head: DeviceLinear, // [vocab, hidden]
     /// `[vocab, hidden]`; `None` if the head is the same matrix.
     embedding: Option<DeviceLinear>,
-    /// Some of its weights are in trellis codes.
-    pub(super) trellis: bool,
+    /// The trellis codes that some of its weights are in.
+    pub(super) trellis: TrellisCodes,
     /// Which part of a model it is, if it is not a whole one.
     pub(super) part: Option<GpuPart>,
     /// True if its sessions are made [`wide`].
@@ -207,9 +208,11 @@ impl CudaModel {
         let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
-        let coded =
-            |kind: &WeightKind| matches!(kind, WeightKind::Trellis(_) | WeightKind::Exl3(_));
-        let trellis = kernels == KernelSet::Fused && kinds.values().any(coded);
+        let codes = kinds.values().map(|&kind| TrellisCodes::of_kind(kind));
+        let trellis = match kernels {
+            KernelSet::Fused => codes.max().unwrap_or_default(),
+            KernelSet::Reference => TrellisCodes::None,
+        };
         // The reference kernels do not read trellis codes.
         let plain = kernels == KernelSet::Reference;
         let kinds = |name: &str| match kinds[name] {

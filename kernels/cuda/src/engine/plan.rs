@@ -7,7 +7,9 @@ use super::layer::largest_mixture;
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use super::weights::{self, WeightBytes, is_quantized, layer_bytes, stage_sizes, weight_bytes};
+use super::weights::{
+    self, TrellisCodes, WeightBytes, is_quantized, layer_bytes, stage_sizes, weight_bytes,
+};
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
 use crate::experts::chosen;
@@ -50,7 +52,7 @@ fn request<T>(
         config: c,
         kernels: KernelSet::Fused,
         head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, part)?,
-        trellis: weights::has_trellis(c, kinds),
+        trellis: TrellisCodes::of_model(c, kinds),
         part,
         adapters: AdapterWidths::default(),
         stage: None,

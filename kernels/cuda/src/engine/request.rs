@@ -2,6 +2,7 @@
 
 use super::adapters::AdapterWidths;
 use super::part::GpuPart;
+use super::weights::TrellisCodes;
 use crate::bank::StageSizes;
 use crate::{DeviceLinear, GpuInfo};
 use nq_kernels::KernelSet;
@@ -22,8 +23,8 @@ pub(super) struct Request<'a> {
     pub(super) kernels: KernelSet,
     /// Its head, or memory reserved for it.
     pub(super) head: &'a DeviceLinear,
-    /// Some of its weights are in trellis codes.
-    pub(super) trellis: bool,
+    /// The trellis codes that some of its weights are in.
+    pub(super) trellis: TrellisCodes,
     /// Which part of a model it is.
     pub(super) part: Option<GpuPart>,
     /// Its adapters.

@@ -31,14 +31,42 @@ pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, &[], 0)
 }
 
-/// True if matrices of the model are in trellis codes, or in those of EXL3.
-pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
-    let coded = |name: &str| matches!(kinds(name), WeightKind::Trellis(_) | WeightKind::Exl3(_));
-    let layer = |i: usize| {
-        let linears = c.layer(i).linears();
-        linears.iter().any(|l| coded(&l.name(i)))
-    };
-    coded(names::head(c)) || coded(EMBEDDING) || (0..c.num_hidden_layers).any(layer)
+/// The trellis codes among a model's matrices, for which its sessions need memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum TrellisCodes {
+    #[default]
+    None,
+    /// nq's own.
+    Own,
+    /// EXL3's, also if there are others.
+    Exl3,
+}
+
+impl TrellisCodes {
+    /// Those of a matrix.
+    pub(super) fn of_kind(kind: WeightKind) -> Self {
+        match kind {
+            WeightKind::Trellis(_) => TrellisCodes::Own,
+            WeightKind::Exl3(_) => TrellisCodes::Exl3,
+            _ => TrellisCodes::None,
+        }
+    }
+
+    /// Those of a model whose matrices are of these kinds.
+    pub(super) fn of_model(c: &ModelConfig, kinds: Kinds<'_>) -> Self {
+        let layers = (0..c.num_hidden_layers).flat_map(|i| {
+            let linears = c.layer(i).linears();
+            linears.into_iter().map(move |l| l.name(i))
+        });
+        let others = [names::head(c), EMBEDDING].map(String::from);
+        let codes = layers.chain(others).map(|name| Self::of_kind(kinds(&name)));
+        codes.max().unwrap_or_default()
+    }
+
+    /// True unless there are none.
+    pub(super) fn any(self) -> bool {
+        self != TrellisCodes::None
+    }
 }
 
 /// True if all matrices of the layers that nq quantizes are quantized, so that a file tells each one's scheme.

@@ -4,7 +4,9 @@ use crate::bank::StageSizes;
 use crate::engine::adapters::AdapterWidths;
 use crate::engine::layer::HeldLayer;
 use crate::engine::model::{held_layer, stack};
-use crate::engine::weights::{head, no_weight, stage_sizes, stored_by_layer, weight_bytes};
+use crate::engine::weights::{
+    TrellisCodes, head, no_weight, stage_sizes, stored_by_layer, weight_bytes,
+};
 use crate::pack::Packing;
 use crate::{DeviceLinear, GpuInfo, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::{
@@ -243,7 +245,7 @@ impl PlannedModel {
             config: &self.config,
             kernels: KernelSet::Fused,
             head: &self.head,
-            trellis: false,
+            trellis: TrellisCodes::None,
             part: None,
             adapters: AdapterWidths::default(),
             stage: None,

@@ -2,6 +2,7 @@
 
 use super::taps::Taps;
 use crate::engine::layer::largest_mixture;
+use crate::engine::weights::TrellisCodes;
 use crate::{
     Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
     gated_width, packed_weights, stacked,
@@ -48,8 +49,8 @@ impl Widths {
         }
     }
 
-    /// Of products with trellis codes of up to `many` rows.
-    pub(super) fn trellis(&self, many: usize) -> TrellisSizes {
+    /// Of products with `codes` of up to `many` rows.
+    pub(super) fn trellis(&self, many: usize, codes: TrellisCodes) -> TrellisSizes {
         let outputs = self.qkv.max(2 * self.mlp);
         let weights = packed_weights(outputs, self.hidden);
         TrellisSizes {
@@ -57,7 +58,10 @@ impl Widths {
             many,
             inputs: self.widest_input(),
             weights: weights.max(packed_weights(self.hidden, self.attended.max(self.mlp))),
-            gate: self.mlp,
+            gate: match codes {
+                TrellisCodes::Exl3 => self.mlp,
+                TrellisCodes::Own | TrellisCodes::None => 0,
+            },
         }
     }
 

@@ -70,7 +70,7 @@ impl SessionMemory {
             };
             DeviceStates::new(gpu, shape)
         };
-        let room = || TrellisRoom::new(gpu, w.trellis(many_rows.max(rows)));
+        let room = || TrellisRoom::new(gpu, w.trellis(many_rows.max(rows), trellis));
         let ranks = request
             .part
             .map(|part| RankRows::new(gpu, c, part, rows, many_rows));
@@ -84,7 +84,7 @@ impl SessionMemory {
             head,
             rows,
             (spec.kv, places),
-            (request.part, trellis),
+            (request.part, trellis.any()),
         )?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
@@ -98,7 +98,7 @@ impl SessionMemory {
         Ok(SessionMemory {
             drafts,
             adapters: AdapterRows::new(gpu, adapters, many_rows.max(rows))?,
-            room: trellis.then(room).transpose()?,
+            room: trellis.any().then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,

@@ -7,6 +7,7 @@ use crate::engine::adapters::{Adapted, AdaptedSequences, CudaAdapters, by_row};
 use crate::engine::layer::CudaLayers;
 use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
 use crate::engine::request::Request;
+use crate::engine::weights::TrellisCodes;
 use crate::{
     DeltaSpan, DeviceLinear, Gpu, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, PackedKind,
     SequenceRows,
@@ -66,7 +67,7 @@ fn kernels(
         config: c,
         kernels: KernelSet::Fused,
         head: &head,
-        trellis: false,
+        trellis: TrellisCodes::None,
         part: None,
         adapters: adapters.widths,
         stage: None,
