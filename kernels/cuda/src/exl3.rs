@@ -449,7 +449,7 @@ mod tests {
                 };
                 for chunk in 0..16 {
                     let values = scheme.values(w.tile(2 * tile + chunk / 8, 8 + chunk % 8));
-                    for t in 0..256 {
+                    for (t, &expected) in values.iter().enumerate() {
                         let (lane, end) = (t / 8, (t % 8 + 1) * bits);
                         let first = chunk * 8 * bits;
                         let of_state = |i: usize| match (end + i).checked_sub(16) {
@@ -458,7 +458,7 @@ mod tests {
                         };
                         let state = (0..16).fold(0, |state, i| state << 1 | of_state(i));
                         let value = scheme.code().value(state as u16);
-                        assert_eq!(value, values[t], "{bits} bits, chunk {chunk}, value {t}");
+                        assert_eq!(value, expected, "{bits} bits, chunk {chunk}, value {t}");
                     }
                 }
             }
