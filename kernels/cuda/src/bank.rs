@@ -336,7 +336,7 @@ impl StageSizes {
 }
 
 /// Stacks in the GPU's memory, made of a bank's experts that many rows go through: products of many rows read weights
-/// several times, and each over PCIe would take too long. There are two [`Turn`]s of them, so that those of the next
+/// several times, and each over PCIe would take too long. There are two of them, so that those of the next
 /// layer come while products read those of a layer.
 pub struct ExpertStage {
     turns: [StagedStacks; 2],

@@ -173,7 +173,7 @@ impl Stream {
 
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
     /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]). Experts that are in a `bank` have to be staged
-    /// before they are multiplied ([`Stream::stage_experts`], [`Stream::stage_next`]).
+    /// before they are multiplied (`Stream::stage_experts`, `Stream::stage_next`).
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.

@@ -261,7 +261,7 @@ impl Store {
             };
             // Rows of length 1 keep activations near 1.
             let size = 1.0 / (1.5 * dims.cols as f32).sqrt();
-            let scale = |row: usize| if row % 3 == 0 { -size } else { size };
+            let scale = |row: usize| if row.is_multiple_of(3) { -size } else { size };
             let scaled = Exl3Weight::new(
                 scheme,
                 dims,
