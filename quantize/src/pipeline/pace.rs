@@ -27,12 +27,9 @@ pub(super) struct StagePace {
     step_byte: f64,
     sampled: f64,
     drawn: f64,
-    /// A layer that runs over calibration text, for each of its weights, and for each multiplication.
-    layer: f64,
-    weight: f64,
-    run: f64,
-    /// How many times as long as a run it takes to gather the statistics of inputs.
-    gathering: f64,
+    /// Running layers over calibration text, and gathering the statistics of inputs in them.
+    run: PassPace,
+    gathered: PassPace,
     /// A multiplication while variants of a model run, and while a result and its source do; a logit that is compared.
     pub(super) probed: f64,
     measured: f64,
@@ -42,6 +39,22 @@ pub(super) struct StagePace {
     fitted: f64,
     column: f64,
     path: f64,
+}
+
+/// Seconds of a pass over text: of a layer and of each of its weights, however long the text is, and of a multiplication.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct PassPace {
+    pub(super) layer: f64,
+    pub(super) weight: f64,
+    pub(super) multiplication: f64,
+}
+
+impl PassPace {
+    fn seconds(&self, pass: TextPass) -> f64 {
+        self.layer * pass.layers
+            + self.weight * pass.weights
+            + self.multiplication * pass.multiplications
+    }
 }
 
 /// A pass over text through the layers of a model.
@@ -115,10 +128,8 @@ impl StagePace {
             step_byte: 0.0,
             sampled: rehearsal.sampled,
             drawn: rehearsal.drawn,
-            layer: 0.0,
-            weight: 0.0,
             run: rehearsal.run,
-            gathering: rehearsal.gathered / rehearsal.run,
+            gathered: rehearsal.gathered,
             probed: rehearsal.exact,
             measured: rehearsal.compared,
             logit: rehearsal.scored / 2.0,
@@ -133,6 +144,11 @@ impl StagePace {
         let slower = H200 / multiprocessors.max(1) as f64;
         // Experts are unpacked one by one.
         let mixture = checkpoint.config().experts.is_some();
+        let run = PassPace {
+            layer: 0.04,
+            weight: 2e-9 * slower,
+            multiplication: 2e-14 * slower,
+        };
         StagePace {
             together: gpu::sizes().ok().map(|sizes| sizes.together),
             on_cpu: false,
@@ -143,10 +159,12 @@ impl StagePace {
             step_byte: 0.23e-12 * slower,
             sampled: 0.0,
             drawn: 0.0,
-            layer: 0.04,
-            weight: 2e-9 * slower,
-            run: 2e-14 * slower,
-            gathering: 1.2,
+            run,
+            gathered: PassPace {
+                layer: 1.2 * run.layer,
+                weight: 1.2 * run.weight,
+                multiplication: 1.2 * run.multiplication,
+            },
             probed: 5e-14 * slower,
             measured: 5e-15 * slower,
             logit: 1.8e-9,
@@ -165,12 +183,12 @@ impl StagePace {
 
     /// Seconds of a pass.
     pub(super) fn run(&self, pass: TextPass) -> f64 {
-        self.layer * pass.layers + self.weight * pass.weights + self.run * pass.multiplications
+        self.run.seconds(pass)
     }
 
     /// Seconds of gathering statistics of inputs in a pass.
     pub(super) fn gather(&self, pass: TextPass) -> f64 {
-        self.gathering * self.run(pass)
+        self.gathered.seconds(pass)
     }
 
     /// Seconds of running a model over text to compare so many logits.

@@ -6,7 +6,7 @@
 //! whatever this CPU, its threads and other programs make of each of these.
 
 use super::job::Job;
-use super::pace::FITTED;
+use super::pace::{FITTED, PassPace};
 use crate::error::Result;
 use crate::grid::Grid;
 use crate::layers;
@@ -33,10 +33,10 @@ pub(super) struct Rehearsal {
     pub(super) sampled: f64,
     /// A logit of the distribution that a token is drawn from.
     pub(super) drawn: f64,
-    /// A multiplication of a layer that runs over calibration text.
-    pub(super) run: f64,
+    /// Layers that run over calibration text.
+    pub(super) run: PassPace,
     /// The same where statistics of inputs are gathered.
-    pub(super) gathered: f64,
+    pub(super) gathered: PassPace,
     /// A multiplication of the source with inputs in f32.
     pub(super) exact: f64,
     /// A multiplication of a model in a comparison, on average of the source and the result.
@@ -54,11 +54,13 @@ const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
 const HEAD: usize = 128;
 const VOCABULARY: usize = 2048;
-/// Tokens of a sequence, and the multiplications for which as many sequences are run over at once as they allow: enough that the
-/// time to pack a layer does not count, as it does not in a run. Steps of sampling.
+/// Tokens of a sequence, the multiplications for which as many sequences are run over at once as they allow, and how many
+/// times as many are run over to tell what a layer takes whatever the length of the text: to pack its weights, and to add up
+/// statistics. Steps of sampling.
 const TOKENS: usize = 512;
 const ENOUGH: usize = 8_000_000_000;
 const MOST_SEQUENCES: usize = 16;
+const LONGER: usize = 3;
 const STEPS: usize = 16;
 /// Rows of logits that are compared at once.
 const ROWS: usize = 64;
@@ -121,10 +123,11 @@ struct LogitTimes {
     scored: f64,
 }
 
-/// Times of work on a layer, by the multiplication, and of rounding, by the column that is corrected.
+/// Times of work on a layer, and of rounding, by the column that is corrected.
 struct LayerTimes {
-    run: f64,
-    gathered: f64,
+    run: PassPace,
+    gathered: PassPace,
+    /// By the multiplication.
     exact: f64,
     column: f64,
 }
@@ -223,26 +226,30 @@ impl<'a> StandIn<'a> {
         let (config, method) = (&self.config, self.job.method.as_ref());
         let weights = LayerWeights::read(self.source.store(), config, 0)?;
         let embedding = models::embedding(self.source.store(), config)?;
-        let hidden = Hidden::embed(&embedding, &self.text, config.streams())?;
+        let embedded = |text: &[Vec<u32>]| Hidden::embed(&embedding, text, config.streams());
+        let hidden = embedded(&self.text)?;
+        let longer = embedded(&vec![self.text.clone(); LONGER].concat())?;
         let stepper = |activations| -> Result<Box<dyn LayerStepper>> {
             let options = self.options(activations);
             Ok(nq_load::stepper(config, &options, KvType::F16, usize::MAX)?)
         };
-        let run = |stepper: &mut dyn LayerStepper| -> Result<f64> {
-            let all = seconds(|| Ok(stepper.layer(0, &weights, &mut hidden.clone(), &mut ())?))?;
-            Ok(all / self.of_layer())
+        let over = |stepper: &mut dyn LayerStepper, text: &Hidden| {
+            seconds(|| Ok(stepper.layer(0, &weights, &mut text.clone(), &mut ())?))
         };
         let mut rounding = stepper(self.rounded)?;
+        let run = self.pace(|text| over(rounding.as_mut(), text), [&hidden, &longer])?;
         let mut known = None;
-        let mut gather = || -> Result<()> {
-            let needs = method.needs();
-            let found = layers::gather(rounding.as_mut(), 0, &weights, &hidden, needs, &())?;
-            known = Some(found.0);
-            Ok(())
+        let mut gather = |text: &Hidden| -> Result<f64> {
+            seconds(|| {
+                let needs = method.needs();
+                let found = layers::gather(rounding.as_mut(), 0, &weights, text, needs, &())?;
+                known = Some(found.0);
+                Ok(())
+            })
         };
         let gathered = match method.needs() {
-            Needs::Nothing => 0.0,
-            _ => seconds(&mut gather)? / self.of_layer(),
+            Needs::Nothing => PassPace::default(),
+            _ => self.pace(&mut gather, [&hidden, &longer])?,
         };
 
         let linear = &weights.spec.products()[0].linears[0];
@@ -262,10 +269,25 @@ impl<'a> StandIn<'a> {
             };
         let rounded = seconds(|| method.round(&problem).map(drop))?;
         Ok(LayerTimes {
-            run: run(rounding.as_mut())?,
+            run,
             gathered,
-            exact: run(stepper(ActivationChoice::F32)?.as_mut())?,
+            exact: over(stepper(ActivationChoice::F32)?.as_mut(), &hidden)? / self.of_layer(),
             column: rounded / (columns * (weight.rows * weight.cols) as f64),
+        })
+    }
+
+    /// The pace of `work`, which tells its seconds over the text and over one that is [`LONGER`].
+    fn pace(
+        &self,
+        mut work: impl FnMut(&Hidden) -> Result<f64>,
+        [text, longer]: [&Hidden; 2],
+    ) -> Result<PassPace> {
+        let (short, long) = (work(text)?, work(longer)?);
+        let more = without(long, short) / (LONGER - 1) as f64;
+        Ok(PassPace {
+            layer: 0.0,
+            weight: (short - more).max(0.0) / self.weights,
+            multiplication: more / self.of_layer(),
         })
     }
 
