@@ -352,18 +352,18 @@ struct StagedStacks {
 
 /// Which stacks of an [`ExpertStage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum StageTurn {
     #[default]
     First,
     Second,
 }
 
-impl Turn {
+impl StageTurn {
     /// The other stacks.
     pub(crate) fn other(self) -> Self {
         match self {
-            Turn::First => Turn::Second,
-            Turn::Second => Turn::First,
+            StageTurn::First => StageTurn::Second,
+            StageTurn::Second => StageTurn::First,
         }
     }
 }
@@ -400,7 +400,7 @@ impl ExpertStage {
     }
 
     /// The stack of a half, as a product of many rows reads it.
-    pub(crate) fn linear(&self, banked: &BankHalf, turn: Turn) -> DeviceLinear {
+    pub(crate) fn linear(&self, banked: &BankHalf, turn: StageTurn) -> DeviceLinear {
         let (stacks, i) = (&self.turns[turn as usize], banked.half as usize);
         DeviceLinear::of_stage(banked, &stacks.codes[i], &stacks.meta[i])
     }
@@ -411,7 +411,7 @@ impl ExpertStage {
         &self,
         o: &Operands<'_>,
         layer: &LayerBank,
-        turn: Turn,
+        turn: StageTurn,
     ) -> Result<[StagedPart; 4]> {
         let ExpertLayout {
             shapes,

@@ -50,13 +50,13 @@ kernels! {
 /// What of a device's weight is in EXL3's codes: `codes` are the words of all parts, `meta` of each the scales of its outputs, then
 /// those of its inputs.
 pub(crate) struct Exl3Parts {
-    parts: Vec<Part>,
+    parts: Vec<Exl3Part>,
     /// They are gate and up.
     gated: bool,
 }
 
 /// A part of a product.
-struct Part {
+struct Exl3Part {
     code: Exl3Code,
     bits: usize,
     /// Of each strip its first output row, and how many of its rows there are.
@@ -91,7 +91,7 @@ impl Exl3Parts {
         let mut parts = Vec::new();
         for (&height, bits) in heights.iter().zip(bits) {
             let (bits, strips) = (usize::from(bits), height / STRIP);
-            parts.push(Part {
+            parts.push(Exl3Part {
                 code: Exl3Code::ThreeInst,
                 bits,
                 places: gpu.zeros("weights", strips)?,
@@ -178,12 +178,12 @@ fn pack_strip(w: &Exl3Weight, bits: usize, strip: usize, to: &mut [u8]) {
 }
 
 /// A part as an operand.
-struct Operand<'w> {
+struct PartOperand<'w> {
     w: &'w DeviceLinear,
-    part: &'w Part,
+    part: &'w Exl3Part,
 }
 
-impl Operand<'_> {
+impl PartOperand<'_> {
     fn height(&self) -> usize {
         self.part.strips * STRIP
     }
@@ -277,7 +277,7 @@ impl Stream {
                 holds_dependents,
                 ..*p
             };
-            self.exl3_rows(&p, &Operand { w: p.w, part }, &to, own)?;
+            self.exl3_rows(&p, &PartOperand { w: p.w, part }, &to, own)?;
         }
         Ok(())
     }
@@ -287,7 +287,7 @@ impl Stream {
     fn exl3_rows(
         &self,
         p: &Product<'_>,
-        w: &Operand<'_>,
+        w: &PartOperand<'_>,
         norm: &OutputAddresses<'_>,
         to: PartOutput,
     ) -> Result<()> {
@@ -389,7 +389,7 @@ impl Stream {
         let records = [rows.div_ceil(RECORD_ROWS), spans, RECORD_ROWS * SPAN * 2];
         let codes = o.of("expanded weights", &room.expanded, &records)?;
         for (i, part) in w.parts.iter().enumerate() {
-            let operand = Operand { w: p.w, part };
+            let operand = PartOperand { w: p.w, part };
             let args = Exl3ExpandArgs {
                 words: operand.words(o)?,
                 row_scales: operand.output_scales(o)?,

@@ -1,7 +1,7 @@
 //! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
 //! are read once for all of its rows (a grouped product).
 
-use super::bank::{ExpertStage, LayerBank, Turn};
+use super::bank::{ExpertStage, LayerBank, StageTurn};
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
@@ -43,7 +43,7 @@ pub struct GroupedRows {
     grouped: Grouped,
     /// Where experts in banks become stacks, and which of them products read.
     stage: Option<ExpertStage>,
-    turn: Turn,
+    turn: StageTurn,
 }
 
 /// Parts that [`Stream::stage_experts`] cuts an expert of a bank into, to be copied at once.
@@ -100,7 +100,7 @@ impl GroupedRows {
             y: gpu.zeros("activations", routes * hidden)?,
             grouped: Grouped::new(gpu, &experts, 0),
             stage: None,
-            turn: Turn::default(),
+            turn: StageTurn::default(),
         })
     }
 
@@ -259,7 +259,7 @@ impl Stream {
         &self,
         bank: &LayerBank,
         rows: &GroupedRows,
-        turn: Turn,
+        turn: StageTurn,
         chosen: bool,
         [parts, experts]: [usize; 2],
     ) -> Result<()> {

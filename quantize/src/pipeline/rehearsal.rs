@@ -54,13 +54,13 @@ const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
 const HEAD: usize = 128;
 const VOCABULARY: usize = 2048;
-/// Tokens of a sequence, the multiplications for which as many sequences are run over at once as they allow, and how many
-/// times as many are run over to tell what a layer takes whatever the length of the text: to pack its weights, and to add up
+/// Tokens of a sequence, and the multiplications for which as many sequences are run over at once as they allow. Also fewer by
+/// [`SHORTER`] are run over, to tell what a layer takes whatever the length of the text: to pack its weights, and to add up
 /// statistics. Steps of sampling.
 const TOKENS: usize = 512;
 const ENOUGH: usize = 8_000_000_000;
 const MOST_SEQUENCES: usize = 16;
-const LONGER: usize = 3;
+const SHORTER: usize = 3;
 const STEPS: usize = 16;
 /// Rows of logits that are compared at once.
 const ROWS: usize = 64;
@@ -137,7 +137,7 @@ impl<'a> StandIn<'a> {
         let config = shape(job.config());
         let linears = config.layer(0).linears().into_iter();
         let weights: usize = linears.map(|l| l.elements(&config)).sum();
-        let sequences = (ENOUGH / (weights * TOKENS)).clamp(1, MOST_SEQUENCES);
+        let sequences = (ENOUGH / (weights * TOKENS)).clamp(SHORTER, MOST_SEQUENCES);
         let sequence = |i| {
             (0..TOKENS)
                 .map(|j| ((i + j * 37) % VOCABULARY) as u32)
@@ -228,7 +228,7 @@ impl<'a> StandIn<'a> {
         let embedding = models::embedding(self.source.store(), config)?;
         let embedded = |text: &[Vec<u32>]| Hidden::embed(&embedding, text, config.streams());
         let hidden = embedded(&self.text)?;
-        let longer = embedded(&vec![self.text.clone(); LONGER].concat())?;
+        let shorter = embedded(&self.text[..self.text.len() / SHORTER])?;
         let stepper = |activations| -> Result<Box<dyn LayerStepper>> {
             let options = self.options(activations);
             Ok(nq_load::stepper(config, &options, KvType::F16, usize::MAX)?)
@@ -237,7 +237,6 @@ impl<'a> StandIn<'a> {
             seconds(|| Ok(stepper.layer(0, &weights, &mut text.clone(), &mut ())?))
         };
         let mut rounding = stepper(self.rounded)?;
-        let run = self.pace(|text| over(rounding.as_mut(), text), [&hidden, &longer])?;
         let mut known = None;
         let mut gather = |text: &Hidden| -> Result<f64> {
             seconds(|| {
@@ -249,7 +248,7 @@ impl<'a> StandIn<'a> {
         };
         let gathered = match method.needs() {
             Needs::Nothing => PassPace::default(),
-            _ => self.pace(&mut gather, [&hidden, &longer])?,
+            _ => self.pace(&mut gather, [&shorter, &hidden])?,
         };
 
         let linear = &weights.spec.products()[0].linears[0];
@@ -268,26 +267,32 @@ impl<'a> StandIn<'a> {
                 0.0
             };
         let rounded = seconds(|| method.round(&problem).map(drop))?;
+        let column = rounded / (columns * (weight.rows * weight.cols) as f64);
+        // What the next ones do not need would add to what they take.
+        drop((known, weight));
+        let run = self.pace(|text| over(rounding.as_mut(), text), [&shorter, &hidden])?;
+        drop(rounding);
         Ok(LayerTimes {
             run,
             gathered,
             exact: over(stepper(ActivationChoice::F32)?.as_mut(), &hidden)? / self.of_layer(),
-            column: rounded / (columns * (weight.rows * weight.cols) as f64),
+            column,
         })
     }
 
-    /// The pace of `work`, which tells its seconds over the text and over one that is [`LONGER`].
+    /// The pace of `work`, which tells its seconds over a shorter text and over the whole one.
     fn pace(
         &self,
         mut work: impl FnMut(&Hidden) -> Result<f64>,
-        [text, longer]: [&Hidden; 2],
+        [shorter, whole]: [&Hidden; 2],
     ) -> Result<PassPace> {
-        let (short, long) = (work(text)?, work(longer)?);
-        let more = without(long, short) / (LONGER - 1) as f64;
+        let (short, long) = (work(shorter)?, work(whole)?);
+        let share = (self.text.len() / SHORTER) as f64 / self.text.len() as f64;
+        let all = without(long, short) / (1.0 - share);
         Ok(PassPace {
             layer: 0.0,
-            weight: (short - more).max(0.0) / self.weights,
-            multiplication: more / self.of_layer(),
+            weight: (long - all).max(0.0) / self.weights,
+            multiplication: all / self.of_layer(),
         })
     }
 
