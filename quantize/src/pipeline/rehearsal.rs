@@ -54,9 +54,9 @@ const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
 const HEAD: usize = 128;
 const VOCABULARY: usize = 2048;
-/// Tokens of a sequence, and the multiplications for which as many sequences are run over at once as they allow. Also fewer by
-/// [`SHORTER`] are run over, to tell what a layer takes whatever the length of the text: to pack its weights, and to add up
-/// statistics. Steps of sampling.
+/// The length of a sequence, in tokens. There are as many sequences as make about `ENOUGH` multiplications. A layer also runs
+/// over one in `SHORTER` of them: the difference tells the time that grows with the text from the time that does not, to pack
+/// weights and to add up statistics. `STEPS` are those of sampling.
 const TOKENS: usize = 512;
 const ENOUGH: usize = 8_000_000_000;
 const MOST_SEQUENCES: usize = 16;
