@@ -39,6 +39,10 @@ impl WeightStore for DenseStore {
         Ok(Weight::Dense(tensor))
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        self.shards.contains(name) || self.contains(name)
+    }
+
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         self.shards.floats(name, shape)
     }

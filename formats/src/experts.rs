@@ -7,7 +7,7 @@ use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
-use crate::scheme::{Scales, Scheme, Zeros};
+use crate::scheme::{AffineScheme, Scales, Scheme, Zeros};
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -420,10 +420,38 @@ impl Overlay for Gathered {
         }
     }
 
+    fn scheme(&self, name: &str) -> Option<Scheme> {
+        let Some(linear) = self.stack(name) else {
+            return self.inner.scheme(name);
+        };
+        let fused = fused_name(name, linear.kind);
+        if self.fused_tensors.contains(&fused) {
+            return self.inner.scheme(&fused);
+        }
+        let one = |all: Option<AffineScheme>, scheme| match (all, scheme?) {
+            (None, Scheme::Affine(first)) => Some(Some(first)),
+            (Some(all), Scheme::Affine(next)) => all.stacked(&next).map(Some),
+            _ => None,
+        };
+        let mut schemes = (0..self.experts.count).map(|e| self.inner.scheme(&expert_name(name, e)));
+        schemes.try_fold(None, one)?.map(Scheme::Affine)
+    }
+
     fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
         match self.stack(name) {
             None => self.inner.scheme_in_levels(name),
             Some(_) => Overlay::scheme(self, name),
+        }
+    }
+
+    fn is_float(&self, name: &str) -> bool {
+        let Some(linear) = self.stack(name) else {
+            return self.inner.is_float(name);
+        };
+        let fused = fused_name(name, linear.kind);
+        match self.fused_tensors.contains(&fused) {
+            true => self.inner.is_float(&fused),
+            false => (0..self.experts.count).all(|e| self.inner.is_float(&expert_name(name, e))),
         }
     }
 

@@ -112,6 +112,12 @@ pub trait WeightStore: Send + Sync {
         self.scheme(name)
     }
 
+    /// True if [`WeightStore::matrix`] is known to read floats, without reading them; false if that is not known.
+    fn is_float(&self, name: &str) -> bool {
+        let _ = name;
+        false
+    }
+
     /// The weight exactly as stored in the file, possibly in a form that no kernel can run; for
     /// comparisons.
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
@@ -195,6 +201,7 @@ overlay! {
     matrix_in_levels(name: &str, dims: Dims) -> Result<Weight> = |s| s.matrix_in_codes(name, dims);
     scheme_in_levels(name: &str) -> Option<Scheme> = |s| s.scheme(name);
     scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
+    is_float(name: &str) -> bool = |s| s.inner().is_float(&s.inner_name(name));
     tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);
     integers(name: &str, len: usize) -> Result<Option<Vec<i64>>> = |s| s.inner().integers(name, len);
     experts(name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> = |s| {

@@ -435,6 +435,10 @@ impl WeightStore for RandomStore {
         (self.scheme_of)(name)
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        (self.scheme_of)(name).is_none()
+    }
+
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let name = parameter_of(name).unwrap_or(name);
         let stored = self.parameters.get(name);

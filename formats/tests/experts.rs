@@ -269,8 +269,20 @@ fn every_format_holds_a_mixture() {
                 continue;
             };
             let w = opened.store().matrix(&name, Dims::new(rows, cols)).unwrap();
-            let dense = matches!(w, Weight::Dense(_));
-            assert_eq!(dense, !is_layer_linear(&name), "{format:?}: {name}");
+            let scheme = match &w {
+                Weight::Quantized(q) => Some(q.scheme()),
+                Weight::Dense(_) => None,
+            };
+            assert_eq!(
+                scheme.is_some(),
+                is_layer_linear(&name),
+                "{format:?}: {name}"
+            );
+            assert_eq!(opened.store().is_float(&name), scheme.is_none(), "{name}");
+            // Blocks of GGUF are told as they are in levels.
+            if format != ExportFormat::Gguf {
+                assert_eq!(opened.store().scheme(&name), scheme, "{format:?}: {name}");
+            }
         }
         // The same as nq's own folder, which stores stacks as one.
         let own = dir.path().join(format!("{i}-nq"));

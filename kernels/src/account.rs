@@ -6,8 +6,9 @@
 //! [`grad`](crate::grad) by running them on an account itself, which is a device that only counts.
 //! Stages that do not overlap need no formula of their own: the largest gives the peak.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// Size of the pages in which a GPU's driver hands out memory.
 const GPU_PAGE: usize = 2 << 20;
@@ -21,6 +22,8 @@ struct Counts {
     page: Option<usize>,
     held: AtomicUsize,
     most: AtomicUsize,
+    /// An account of more devices, which counts the same bytes.
+    whole: Option<Account>,
 }
 
 impl Account {
@@ -45,18 +48,39 @@ impl Account {
         &ALL
     }
 
+    /// GPU memory allocated by this process on the device `ordinal`, which is part of that on all devices.
+    pub fn of_gpu(ordinal: usize) -> Self {
+        static EACH: Mutex<BTreeMap<usize, Account>> = Mutex::new(BTreeMap::new());
+        let mut each = EACH.lock().unwrap_or_else(PoisonError::into_inner);
+        let account = each.entry(ordinal).or_insert_with(|| {
+            Account(Arc::new(Counts {
+                page: Some(GPU_PAGE),
+                whole: Some(Self::of_all_gpus().clone()),
+                ..Counts::default()
+            }))
+        });
+        account.clone()
+    }
+
     /// Takes `bytes` until the result is dropped.
     pub fn hold(&self, bytes: usize) -> Held {
         let taken = match self.0.page {
             Some(page) if bytes >= page => bytes.next_multiple_of(page),
             _ => bytes,
         };
-        let held = self.0.held.fetch_add(taken, Ordering::Relaxed) + taken;
-        self.0.most.fetch_max(held, Ordering::Relaxed);
+        for account in self.and_whole() {
+            let held = account.0.held.fetch_add(taken, Ordering::Relaxed) + taken;
+            account.0.most.fetch_max(held, Ordering::Relaxed);
+        }
         Held {
             account: self.clone(),
             taken,
         }
+    }
+
+    /// This account and the one of which it is a part, if it is one.
+    fn and_whole(&self) -> impl Iterator<Item = &Account> {
+        std::iter::successors(Some(self), |account| account.0.whole.as_ref())
     }
 
     /// Bytes held now.
@@ -98,7 +122,9 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.account.0.held.fetch_sub(self.taken, Ordering::Relaxed);
+        for account in self.account.and_whole() {
+            account.0.held.fetch_sub(self.taken, Ordering::Relaxed);
+        }
     }
 }
 
@@ -118,6 +144,19 @@ mod tests {
         assert_eq!(account.clone().peak(), 120);
         drop(kept);
         assert_eq!((account.held(), account.peak()), (0, 120));
+    }
+
+    #[test]
+    fn what_a_gpu_holds_counts_among_all() {
+        // Of ordinals that no other test has.
+        let (one, other) = (Account::of_gpu(1000), Account::of_gpu(1001));
+        let mut held = Account::of_gpu(1000).hold(GPU_PAGE);
+        held.add(GPU_PAGE + 1);
+        assert_eq!((one.held(), other.held()), (3 * GPU_PAGE, 0));
+        assert!(Account::of_all_gpus().held() >= 3 * GPU_PAGE);
+        drop(held);
+        assert_eq!((one.held(), one.peak()), (0, 3 * GPU_PAGE));
+        assert_eq!(other.peak(), 0);
     }
 
     #[test]

@@ -183,6 +183,15 @@ impl Overlay for OnTheFly<'_> {
         }
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        match &self.rule {
+            Rule::Unquantized(schemes) if self.inner().quantization().is_none() => {
+                schemes.of(name).is_none() && self.inner().is_float(name)
+            }
+            _ => false,
+        }
+    }
+
     fn exactness(&self, name: &str) -> Exactness {
         match &self.rule {
             Rule::Named(schemes, _) if schemes.contains_key(name) => Exactness::Exact,

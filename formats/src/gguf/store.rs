@@ -520,6 +520,12 @@ impl WeightStore for GgufStore {
             .map(|layout| layout.narrow_scheme(kind.elements()).into())
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        let stored = self.stored_name(name);
+        let info = stored.as_ref().and_then(|name| self.info(name));
+        info.is_some_and(|info| info.kind.float().is_some())
+    }
+
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.read_matrix(name, dims, BlockWeight::to_levels)
     }

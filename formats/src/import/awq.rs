@@ -7,11 +7,11 @@
 //! | `X.scales` | F16 `[groups, out]` | |
 
 use super::quantization::QuantizationConfig;
-use super::weight::ImportedWeight;
-use super::{Layout, check_dims, in_word, open_with, transpose, words};
+use super::weight::{self, ImportedWeight};
+use super::{Layout, check_dims, in_word, open_with, shape_of, transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
-use crate::scheme::{Bits, Group};
+use crate::scheme::{AffineScheme, Bits, Group};
 use crate::shards::Shards;
 use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
@@ -62,6 +62,29 @@ pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
     open_with(source, layout)
 }
 
+impl Awq {
+    /// The zero-points of a weight, `[out, groups]`; `None` if all are at the midpoint.
+    fn zeros(
+        &self,
+        shards: &Shards,
+        name: &str,
+        Dims { rows, cols }: Dims,
+    ) -> Result<Option<Vec<u8>>> {
+        if !self.zero_point {
+            return Ok(None);
+        }
+        let shape = [self.group.count(cols), rows / 8];
+        let packed = words(&shards.require(&format!("{name}.qzeros"), &[DType::I32], &shape)?);
+        let mut zeros = vec![0; 8 * packed.len()];
+        for (word, eight) in packed.into_iter().zip(zeros.chunks_mut(8)) {
+            for (i, &o) in ORDER.iter().enumerate() {
+                eight[o] = in_word(BITS, word, i);
+            }
+        }
+        Ok(Some(transpose(&zeros, rows)))
+    }
+}
+
 impl Layout for Awq {
     fn format(&self) -> &'static str {
         METHOD
@@ -82,6 +105,12 @@ impl Layout for Awq {
         ".scales"
     }
 
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<AffineScheme> {
+        let [cols, words] = shape_of(shards, &format!("{name}.qweight"))?;
+        let zeros = self.zeros(shards, name, Dims::new(8 * words, cols)).ok()?;
+        Some(weight::scheme(BITS, self.group, zeros.as_deref()))
+    }
+
     fn read(
         &self,
         shards: &Shards,
@@ -95,21 +124,10 @@ impl Layout for Awq {
             return Err(shards.error(&tensor("qweight"), expected, format!("{rows} outputs")));
         }
         let groups = self.group.count(cols);
-        let int = [DType::I32];
-        let packed = words(&shards.require(&tensor("qweight"), &int, &[cols, rows / 8])?);
+        let packed = shards.require(&tensor("qweight"), &[DType::I32], &[cols, rows / 8])?;
+        let packed = words(&packed);
         let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
-        let zeros = if self.zero_point {
-            let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
-            let mut zeros = vec![0; groups * rows];
-            for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
-                for (i, &o) in ORDER.iter().enumerate() {
-                    eight[o] = in_word(BITS, word, i);
-                }
-            }
-            Some(transpose(&zeros, rows))
-        } else {
-            None
-        };
+        let zeros = self.zeros(shards, name, Dims::new(rows, cols))?;
         let stride = BITS.bytes(cols);
         let mut codes = vec![0; rows * stride];
         codes

@@ -12,13 +12,13 @@
 
 use super::quantization::QuantizationConfig;
 use super::rotation::Rotation;
-use super::weight::ImportedWeight;
-use super::{Layout, in_word, listed_groups, open_with, per_word, words};
+use super::weight::{self, ImportedWeight};
+use super::{Layout, in_word, listed_groups, open_with, per_word, shape_of, words};
 use crate::account::{ACTIVATIONS, CACHE};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::left_over::LeftOver;
-use crate::scheme::{Bits, Group};
+use crate::scheme::{AffineScheme, Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use nq_model::{DType, Dims, FLOATS};
@@ -41,6 +41,15 @@ enum Strategy {
     Group(u32),
     Channel,
     Tensor,
+}
+
+impl GroupScheme {
+    fn group(self) -> Group {
+        match self.strategy {
+            Strategy::Group(n) => Group::Size(n),
+            Strategy::Channel | Strategy::Tensor => Group::Channel,
+        }
+    }
 }
 
 impl fmt::Display for GroupScheme {
@@ -219,7 +228,7 @@ const SHAPE: &str = ".weight_shape";
 
 impl CompressedTensors {
     /// The declared scheme that matches the shapes of the tensors of `name`.
-    fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<GroupScheme> {
+    fn declared(&self, shards: &Shards, name: &str, cols: usize) -> Result<GroupScheme> {
         let shape = |suffix: &str| Some(shards.get(&format!("{name}{suffix}"))?.shape().to_vec());
         let packed = shape(PACKED);
         let scale = shape(SCALE).unwrap_or_default();
@@ -243,6 +252,31 @@ impl CompressedTensors {
             let found = format!("codes {packed:?} and scales {scale:?} {zeros} zero-points");
             shards.error(&format!("{name}{SCALE}"), expected, found)
         })
+    }
+
+    /// The zero-points of a weight, `[out, groups]`, if it has any.
+    fn zeros(
+        &self,
+        shards: &Shards,
+        name: &str,
+        bits: Bits,
+        [rows, groups]: [usize; 2],
+    ) -> Result<Option<Vec<u8>>> {
+        let zero = format!("{name}{ZERO}");
+        if !shards.contains(&zero) {
+            return Ok(None);
+        }
+        if !shards.contains(&format!("{name}{PACKED}")) {
+            let zeros = shards.require(&zero, &[DType::I8], &[rows, groups])?;
+            return Ok(Some(unsigned(&zeros)));
+        }
+        let pf = per_word(bits);
+        let words = words(&shards.require(&zero, &[DType::I32], &[rows.div_ceil(pf), groups])?);
+        let zero = |i: usize| {
+            let (r, g) = (i / groups, i % groups);
+            in_word(bits, words[r / pf * groups + g], r % pf)
+        };
+        Ok(Some((0..rows * groups).map(zero).collect()))
     }
 }
 
@@ -276,6 +310,25 @@ impl Layout for CompressedTensors {
         SCALE
     }
 
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<AffineScheme> {
+        let packed = format!("{name}{PACKED}");
+        // The width of packed codes says nothing of the inputs in their last word.
+        let dims = match shards.contains(&packed) {
+            true => stated_shape(shards, &format!("{name}{SHAPE}")).ok()??,
+            false => shape_of::<2>(shards, &format!("{name}.weight"))?
+                .map(|n| n as i64)
+                .into(),
+        };
+        let &[rows, cols] = &dims[..] else {
+            return None;
+        };
+        let (rows, cols) = (usize::try_from(rows).ok()?, usize::try_from(cols).ok()?);
+        let declared = self.declared(shards, name, cols).ok()?;
+        let (bits, group) = (declared.bits, declared.group());
+        let zeros = self.zeros(shards, name, bits, [rows, group.count(cols)]);
+        Some(weight::scheme(bits, group, zeros.ok()?.as_deref()))
+    }
+
     fn read(
         &self,
         shards: &Shards,
@@ -284,11 +337,8 @@ impl Layout for CompressedTensors {
     ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}{suffix}");
         check_shape(shards, &tensor(SHAPE), Dims::new(rows, cols))?;
-        let GroupScheme { bits, strategy, .. } = self.scheme(shards, name, cols)?;
-        let group = match strategy {
-            Strategy::Group(n) => Group::Size(n),
-            Strategy::Channel | Strategy::Tensor => Group::Channel,
-        };
+        let declared = self.declared(shards, name, cols)?;
+        let (bits, group) = (declared.bits, declared.group());
         let groups = group.count(cols);
         let packed = shards.contains(&tensor(PACKED));
         let codes = if packed {
@@ -307,7 +357,7 @@ impl Layout for CompressedTensors {
         };
         let scale_name = tensor(SCALE);
         let shape = match shards.get(&scale_name) {
-            Some(t) if strategy == Strategy::Tensor && t.len() == 1 => t.shape().to_vec(),
+            Some(t) if declared.strategy == Strategy::Tensor && t.len() == 1 => t.shape().to_vec(),
             Some(t) if groups == 1 && t.shape() == [rows] => vec![rows],
             _ => vec![rows, groups],
         };
@@ -315,23 +365,7 @@ impl Layout for CompressedTensors {
         if scales.len() == 1 {
             scales = vec![scales[0]; rows];
         }
-        let zeros = match (shards.contains(&tensor(ZERO)), packed) {
-            (false, _) => None,
-            (true, false) => {
-                let zeros = shards.require(&tensor(ZERO), &[DType::I8], &[rows, groups])?;
-                Some(unsigned(&zeros))
-            }
-            (true, true) => {
-                let pf = per_word(bits);
-                let shape = [rows.div_ceil(pf), groups];
-                let words = words(&shards.require(&tensor(ZERO), &[DType::I32], &shape)?);
-                let zero = |i: usize| {
-                    let (r, g) = (i / groups, i % groups);
-                    in_word(bits, words[r / pf * groups + g], r % pf)
-                };
-                Some((0..rows * groups).map(zero).collect())
-            }
-        };
+        let zeros = self.zeros(shards, name, bits, [rows, groups])?;
         let g_idx = tensor(GROUP_INDEX);
         let g_idx = match shards.get(&g_idx) {
             // An index of -1 throughout means that there is none.
@@ -371,33 +405,30 @@ fn trim_rows(bits: Bits, data: &[u8], have: usize, want: usize, cols: usize) -> 
     out
 }
 
-/// Checks the shape that the file states for a weight before packing.
-fn check_shape(shards: &Shards, name: &str, Dims { rows, cols }: Dims) -> Result<()> {
+/// The shape that the file states for a weight before packing, in the tensor `name`.
+fn stated_shape(shards: &Shards, name: &str) -> Result<Option<Vec<i64>>> {
     let Some(tensor) = shards.get(name) else {
-        return Ok(());
+        return Ok(None);
     };
     let bytes = tensor.data();
-    let values: Vec<i64> = match tensor.dtype() {
-        DType::I64 => bytes
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .map(|b| i64::from_le_bytes(*b))
-            .collect(),
-        DType::I32 => {
-            let (chunks, _) = bytes.as_chunks::<4>();
-            chunks
-                .iter()
-                .map(|b| i64::from(i32::from_le_bytes(*b)))
-                .collect()
-        }
-        other => {
-            return Err(shards.error(name, "I64 or I32".into(), other.to_string()));
-        }
-    };
-    if values != [rows as i64, cols as i64] {
-        let expected = format!("[{rows}, {cols}]");
-        return Err(shards.error(name, expected, format!("{values:?}")));
+    let wide = || bytes.as_chunks::<8>().0.iter();
+    let narrow = || bytes.as_chunks::<4>().0.iter();
+    match tensor.dtype() {
+        DType::I64 => Ok(Some(wide().map(|b| i64::from_le_bytes(*b)).collect())),
+        DType::I32 => Ok(Some(
+            narrow().map(|b| i32::from_le_bytes(*b).into()).collect(),
+        )),
+        other => Err(shards.error(name, "I64 or I32".into(), other.to_string())),
     }
-    Ok(())
+}
+
+/// Checks that shape.
+fn check_shape(shards: &Shards, name: &str, Dims { rows, cols }: Dims) -> Result<()> {
+    match stated_shape(shards, name)? {
+        Some(values) if values != [rows as i64, cols as i64] => {
+            let expected = format!("[{rows}, {cols}]");
+            Err(shards.error(name, expected, format!("{values:?}")))
+        }
+        _ => Ok(()),
+    }
 }

@@ -152,6 +152,11 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         }
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        let is_stack = self.expansion.is_stack(&self.dense.shards, name);
+        is_stack || self.is_expanded(name) || self.dense.is_float(name)
+    }
+
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         if !self.is_expanded(name) {
             return self.dense.stored(name, dims);

@@ -28,11 +28,12 @@ use super::weight::ImportedWeight;
 use crate::blocks::FP4_VALUES;
 use crate::error::Result;
 use crate::experts::PACKED_STACK;
-use crate::scheme::{Bits, Group};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Zeros};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
-use half::bf16;
-use nq_model::{DType, FLOATS};
+use crate::weight::{AffineWeight, GroupValues, Parts};
+use half::{bf16, f16};
+use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
 
 /// How a weight, or those of all experts of a layer, is stored in a small float.
@@ -113,6 +114,49 @@ impl SmallFloat {
         Some([outer, &[2 * bytes]].concat())
     }
 
+    /// Inputs of a group of the NVFP4 weight `name` with so many inputs, as the shape of its scales says.
+    fn group(self, shards: &Shards, name: &str, cols: usize) -> usize {
+        let scales = shards.get(&format!("{name}{}", self.parts[1]));
+        match scales.and_then(|t| t.shape().last().copied()) {
+            Some(n) if n > 0 && n * 32 == cols => 32,
+            _ => 16,
+        }
+    }
+
+    /// The scheme of [`SmallFloat::read`]; `None` for FP8.
+    pub(super) fn scheme(self, shards: &Shards, name: &str) -> Option<AffineScheme> {
+        let shape = self.shape(shards, name).filter(|_| !self.is_fp8())?;
+        let group = Group::Size(self.group(shards, name, *shape.last()?) as u32);
+        Some(AffineScheme::new(Bits::B8, group, Zeros::None))
+    }
+
+    /// The NVFP4 weight whose `parts` [`SmallFloat::read`] returned, in the codes that the file has and a table of their
+    /// values.
+    ///
+    /// # Errors
+    /// [`crate::Error::Weight`] for a scale that no f16 holds.
+    pub(super) fn in_levels(
+        self,
+        shards: &Shards,
+        name: &str,
+        parts: ImportedWeight,
+        dims: Dims,
+    ) -> Result<AffineWeight> {
+        let codes = format!("{name}{}", self.parts[0]);
+        let codes = shards.require(&codes, &[DType::U8], &[dims.rows, dims.cols / 2])?;
+        let scheme = levels_scheme(parts.group);
+        let scales = parts.scales.iter().map(|&s| f16::from_f32(s));
+        let parts = Parts {
+            codes: codes.data().clone(),
+            scales: GroupValues::Half(scales.collect()),
+            zeros: None,
+            offsets: None,
+            levels: Some(FP4_VALUES.map(level).into()),
+            g_idx: None,
+        };
+        AffineWeight::assemble(scheme, dims, parts)
+    }
+
     /// Reads an NVFP4 weight of this shape, `[out, in]` or `[experts, out, in]`.
     ///
     /// # Errors
@@ -131,11 +175,7 @@ impl SmallFloat {
         let (&cols, outer) = shape.split_last().unwrap_or((&0, &[]));
         let of_row = |n: usize| [outer, &[n]].concat();
         let bytes = shards.require(codes, &[DType::U8], &of_row(cols.div_ceil(2)))?;
-        let found = shards.get(scale).and_then(|t| t.shape().last().copied());
-        let group = match found {
-            Some(n) if n > 0 && n * 32 == cols => 32,
-            _ => 16,
-        };
+        let group = self.group(shards, name, cols);
         if !cols.is_multiple_of(group) {
             let expected = format!("inputs that {group} divides");
             return Err(shards.error(codes, expected, format!("{cols} inputs")));
@@ -149,7 +189,7 @@ impl SmallFloat {
         };
         let each = (scales.len() / wholes.len()).max(1);
         let scales = (0..).zip(scales.data().iter());
-        let code = |bits: u8| FP4_VALUES[usize::from(bits)].cast_unsigned() ^ 0x80;
+        let code = |bits: u8| level(FP4_VALUES[usize::from(bits)]);
         let pairs = bytes.data().iter();
         let codes: Vec<u8> = pairs.flat_map(|b| [code(b & 15), code(b >> 4)]).collect();
         Ok(ImportedWeight {
@@ -214,6 +254,19 @@ impl SmallFloat {
             scales,
         };
         scaled.held(exactly)
+    }
+}
+
+/// The code of 8 bits for a value, from which the midpoint is taken.
+fn level(value: i8) -> u8 {
+    value.cast_unsigned() ^ 0x80
+}
+
+/// The scheme of NVFP4 in such groups, in the codes that files have.
+pub(super) fn levels_scheme(group: Group) -> AffineScheme {
+    AffineScheme {
+        levels: Levels::Table,
+        ..AffineScheme::new(Bits::B4, group, Zeros::None)
     }
 }
 

@@ -8,12 +8,12 @@
 //! | `X.g_idx` | I32 `[in]` | group of each input |
 
 use super::quantization::QuantizationConfig;
-use super::weight::ImportedWeight;
-use super::{Layout, check_dims, in_word, listed_groups, open_with, per_word};
+use super::weight::{self, ImportedWeight};
+use super::{Layout, check_dims, in_word, listed_groups, open_with, per_word, shape_of};
 use super::{transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
-use crate::scheme::{Bits, Group};
+use crate::scheme::{AffineScheme, Bits, Group};
 use crate::shards::Shards;
 use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
@@ -82,7 +82,7 @@ pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
 impl Gptq {
     /// Bits and groups of the weight `name`: from the configuration or, if they vary by module, from
     /// the shapes.
-    fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<(Bits, Group)> {
+    fn settings(&self, shards: &Shards, name: &str, cols: usize) -> Result<(Bits, Group)> {
         let rows = |suffix: &str| Some(*shards.get(&format!("{name}{suffix}"))?.shape().first()?);
         let (true, Some(packed), Some(groups)) = (self.dynamic, rows(".qweight"), rows(".scales"))
         else {
@@ -103,6 +103,34 @@ impl Gptq {
         };
         Ok((bits, group))
     }
+
+    /// The zero-points of a weight of such codes, `[out, groups]`.
+    fn zeros(&self, shards: &Shards, name: &str, bits: Bits, shape: [usize; 2]) -> Result<Vec<u8>> {
+        let [groups, rows] = shape;
+        let (pf, tensor) = (per_word(bits), format!("{name}.qzeros"));
+        let packed = shards.require(&tensor, &[DType::I32], &[groups, rows / pf])?;
+        let mut zeros: Vec<u8> = words(&packed)
+            .into_iter()
+            .flat_map(|w| (0..pf).map(move |j| in_word(bits, w, j)))
+            .collect();
+        let middle = bits.midpoint();
+        if self.symmetric {
+            // Some files say the other version than the one that they were written in. As `sym` rules out other
+            // zero-points than the midpoint, both ways to store it mean the same.
+            let stored = [middle, middle - 1].into_iter();
+            if !stored.into_iter().any(|s| zeros.iter().all(|&z| z == s)) {
+                let expected = format!("zero-points of {middle}, as sym is true");
+                let found = zeros.iter().find(|&&z| z != middle && z != middle - 1);
+                let found = found.map_or("different ones".into(), |z| format!("{z} as stored"));
+                return Err(shards.error(&tensor, expected, found));
+            }
+            zeros.fill(middle);
+        } else if self.zeros_less_one {
+            // A true zero-point of 0 was stored as -1 in the field's width.
+            (zeros.iter_mut()).for_each(|z| *z = z.wrapping_add(1) & bits.max_code());
+        }
+        Ok(transpose(&zeros, rows))
+    }
 }
 
 impl Layout for Gptq {
@@ -122,6 +150,19 @@ impl Layout for Gptq {
         ".scales"
     }
 
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<AffineScheme> {
+        let [packed, rows] = shape_of(shards, &format!("{name}.qweight"))?;
+        let listed = shape_of(shards, &format!("{name}.g_idx")).map(|[inputs]| inputs);
+        // Where widths vary, those of a weight without a list of groups are not known from its shapes alone.
+        let cols = match self.dynamic {
+            true => listed?,
+            false => packed * per_word(self.bits),
+        };
+        let (bits, group) = self.settings(shards, name, cols).ok()?;
+        let zeros = self.zeros(shards, name, bits, [group.count(cols), rows]);
+        Some(weight::scheme(bits, group, Some(&zeros.ok()?)))
+    }
+
     fn read(
         &self,
         shards: &Shards,
@@ -129,7 +170,7 @@ impl Layout for Gptq {
         Dims { rows, cols }: Dims,
     ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}.{suffix}");
-        let (bits, group) = self.scheme(shards, name, cols)?;
+        let (bits, group) = self.settings(shards, name, cols)?;
         check_dims(shards, &tensor("qweight"), bits, group, cols)?;
         let pf = per_word(bits);
         let groups = group.count(cols);
@@ -137,9 +178,8 @@ impl Layout for Gptq {
             let expected = format!("outputs that {pf} divides");
             return Err(shards.error(&tensor("qzeros"), expected, format!("{rows} outputs")));
         }
-        let int = [DType::I32];
-        let packed = shards.require(&tensor("qweight"), &int, &[cols / pf, rows])?;
-        let zeros = shards.require(&tensor("qzeros"), &int, &[groups, rows / pf])?;
+        let packed = shards.require(&tensor("qweight"), &[DType::I32], &[cols / pf, rows])?;
+        let zeros = self.zeros(shards, name, bits, [groups, rows])?;
         let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
         let g_idx = match shards.contains(&tensor("g_idx")) {
             true => listed_groups(shards, &tensor("g_idx"), cols, group)?,
@@ -165,32 +205,12 @@ impl Layout for Gptq {
                     }
                 }
             });
-        let mut zeros: Vec<u8> = words(&zeros)
-            .into_iter()
-            .flat_map(|w| (0..pf).map(move |j| in_word(bits, w, j)))
-            .collect();
-        let middle = bits.midpoint();
-        if self.symmetric {
-            // Some files say the other version than the one that they were written in. As `sym` rules out other
-            // zero-points than the midpoint, both ways to store it mean the same.
-            let stored = [middle, middle - 1].into_iter();
-            if !stored.into_iter().any(|s| zeros.iter().all(|&z| z == s)) {
-                let expected = format!("zero-points of {middle}, as sym is true");
-                let found = zeros.iter().find(|&&z| z != middle && z != middle - 1);
-                let found = found.map_or("different ones".into(), |z| format!("{z} as stored"));
-                return Err(shards.error(&tensor("qzeros"), expected, found));
-            }
-            zeros.fill(middle);
-        } else if self.zeros_less_one {
-            // A true zero-point of 0 was stored as -1 in the field's width.
-            (zeros.iter_mut()).for_each(|z| *z = z.wrapping_add(1) & bits.max_code());
-        }
         Ok(ImportedWeight {
             bits,
             group,
             codes: codes.into(),
             scales: transpose(&scales.to_f32()?, rows),
-            zeros: Some(transpose(&zeros, rows)),
+            zeros: Some(zeros),
             g_idx,
         })
     }

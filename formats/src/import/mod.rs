@@ -19,7 +19,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::DenseStore;
 use crate::error::Result;
 use crate::exactness::Exactness;
-use crate::scheme::{Bits, Group};
+use crate::scheme::{AffineScheme, Bits, Group, Scheme};
 use crate::shards::Shards;
 use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
@@ -55,6 +55,10 @@ pub(crate) trait Layout: Send + Sync {
 
     /// The suffix of the tensor that holds a weight's scales.
     fn scales(&self) -> &'static str;
+
+    /// The scheme of a quantized weight, by the shapes of its tensors and its zero-points; `None` if they do not tell, or
+    /// are not as they should be, which [`Layout::read`] reports.
+    fn scheme(&self, shards: &Shards, name: &str) -> Option<AffineScheme>;
 
     /// Reads a quantized weight `[out_features, in_features]`.
     fn read(&self, shards: &Shards, name: &str, dims: Dims) -> Result<ImportedWeight>;
@@ -129,6 +133,19 @@ impl<L: Layout> ImportStore<L> {
         Ok(parts)
     }
 
+    /// The scheme of [`WeightStore::matrix`] where it is known without the codes.
+    fn affine(&self, name: &str) -> Option<AffineScheme> {
+        let shards = &self.dense.shards;
+        if !self.layout.rotations(name).is_empty() {
+            return None;
+        }
+        match self.float(name) {
+            Some(float) => float.scheme(shards, name),
+            None if self.layout.is_quantized(shards, name) => self.layout.scheme(shards, name),
+            None => None,
+        }
+    }
+
     /// The weight that parts make: in f32 if `exactly` and a scale does not fit an f16.
     fn made(&self, name: &str, parts: ImportedWeight, dims: Dims, exactly: bool) -> Result<Weight> {
         if exactly && !fit_f16(&parts.scales) {
@@ -193,6 +210,40 @@ impl<L: Layout> Overlay for ImportStore<L> {
             return self.plain(name, dims);
         };
         self.made(name, parts, dims, false)
+    }
+
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        let nvfp4 = self.float(name).filter(|float| !float.is_fp8());
+        let Some(float) = nvfp4.filter(|_| self.layout.rotations(name).is_empty()) else {
+            return Overlay::matrix(self, name, dims);
+        };
+        let parts = self.nvfp4(float, name, &[dims.rows, dims.cols])?;
+        let levels = float.in_levels(&self.dense.shards, name, parts, dims);
+        let levels = levels.map_err(|e| self.dense.shards.wrap(name, e))?;
+        Ok(Weight::Quantized(QuantizedWeight::Affine(levels)))
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        let scheme = self.affine(name)?;
+        let is_float = self.float(name).is_some();
+        Some(Scheme::Affine(match is_float {
+            true => floats::levels_scheme(scheme.group),
+            false => scheme,
+        }))
+    }
+
+    fn is_float(&self, name: &str) -> bool {
+        // Weights that are multiplied by rotations become floats.
+        let is_rotated = !self.layout.rotations(name).is_empty();
+        match self.float(name) {
+            Some(float) => float.is_fp8() || is_rotated,
+            None if self.layout.is_quantized(&self.dense.shards, name) => is_rotated,
+            None => self.dense.is_float(name),
+        }
+    }
+
+    fn scheme(&self, name: &str) -> Option<Scheme> {
+        self.affine(name).map(Scheme::Affine)
     }
 
     fn experts(&self, name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> {
@@ -265,6 +316,11 @@ impl<L: Layout> Overlay for ImportStore<L> {
     fn quantization(&self) -> Option<&Value> {
         Some(&self.value)
     }
+}
+
+/// The shape of the tensor `name`, if it has `N` dimensions.
+pub(crate) fn shape_of<const N: usize>(shards: &Shards, name: &str) -> Option<[usize; N]> {
+    shards.get(name)?.shape().try_into().ok()
 }
 
 /// The 32-bit words of a tensor.

@@ -8,6 +8,7 @@ use crate::account::{ACTIVATIONS, CACHE};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::left_over::LeftOver;
+use crate::scheme::AffineScheme;
 use crate::shards::Shards;
 use nq_model::Dims;
 use serde_json::Value;
@@ -90,6 +91,10 @@ impl Layout for SmallFloats {
 
     fn scales(&self) -> &'static str {
         ".weight_scale"
+    }
+
+    fn scheme(&self, _: &Shards, _: &str) -> Option<AffineScheme> {
+        None
     }
 
     fn read(&self, shards: &Shards, name: &str, _: Dims) -> Result<ImportedWeight> {

@@ -25,25 +25,26 @@ pub(crate) struct ImportedWeight {
     pub(crate) g_idx: Option<Arc<[u32]>>,
 }
 
+/// The scheme of codes in such groups with these zero-points. If all are at the midpoint it is symmetric: the same
+/// numbers in fewer bytes.
+pub(super) fn scheme(bits: Bits, group: Group, zeros: Option<&[u8]>) -> AffineScheme {
+    let middle = bits.midpoint();
+    let zeros = match zeros {
+        Some(zeros) if zeros.iter().any(|&z| z != middle) => Zeros::Integer,
+        _ => Zeros::None,
+    };
+    AffineScheme::new(bits, group, zeros)
+}
+
 impl ImportedWeight {
     pub(super) fn into_affine(self, Dims { rows, cols }: Dims) -> Result<AffineWeight> {
         let groups = self.group.count(cols);
-        // If all zero-points are at the midpoint, the scheme is symmetric: the same numbers in fewer
-        // bytes.
-        let middle = self.bits.midpoint();
-        let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
-        let scheme = AffineScheme::new(
-            self.bits,
-            self.group,
-            if zeros.is_some() {
-                Zeros::Integer
-            } else {
-                Zeros::None
-            },
-        );
-        let zeros = match zeros {
-            Some(z) => ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into()),
-            None => ZeroPoints::None,
+        let scheme = scheme(self.bits, self.group, self.zeros.as_deref());
+        let zeros = match self.zeros {
+            Some(z) if scheme.zeros == Zeros::Integer => {
+                ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into())
+            }
+            _ => ZeroPoints::None,
         };
         let scales = self.scales.iter().map(|&s| f16::from_f32(s)).collect();
         AffineWeight::new(

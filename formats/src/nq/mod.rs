@@ -147,6 +147,10 @@ impl Overlay for NqStore {
         self.record.scheme(name).map(|s| s.scheme)
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        self.record.scheme(name).is_none() && self.dense.is_float(name)
+    }
+
     fn quantization(&self) -> Option<&Value> {
         Some(&self.value)
     }

@@ -4,7 +4,7 @@ use crate::common::{Rng, names, random_dense};
 use half::{bf16, f16};
 use nq_formats::Exactness;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, Tensor, nq};
+use nq_formats::{Checkpoint, Tensor, Weight, nq};
 use nq_model::names::{Shape, is_layer_linear, parameters, tensor_name};
 use nq_model::{DType, Dims};
 use std::collections::BTreeMap;
@@ -342,19 +342,30 @@ impl Folder {
         assert_eq!(opened.store().format(), format);
         nq::verify(&opened).unwrap();
         for (name, n) in &self.expected {
-            let weight = opened
-                .store()
-                .matrix(name, Dims::new(n.rows, n.cols))
-                .unwrap();
-            assert_eq!(opened.store().exactness(name), Exactness::Exact, "{name}");
+            let (store, dims) = (opened.store(), Dims::new(n.rows, n.cols));
+            let weight = store.matrix(name, dims).unwrap();
+            assert_eq!(store.exactness(name), Exactness::Exact, "{name}");
             if !scheme.is_empty() {
                 assert_eq!(weight.scheme_name(), scheme, "{name}");
             }
-            let mut row = vec![0.0; n.cols];
-            for o in 0..n.rows {
-                weight.dequantize_row(o, &mut row).unwrap();
-                let want: Vec<f32> = (0..n.cols).map(|i| n.value(o, i)).collect();
-                assert_eq!(row, want, "{name}, row {o}");
+            let in_levels = store.matrix_in_levels(name, dims).unwrap();
+            let read = [
+                (weight, store.scheme(name)),
+                (in_levels, store.scheme_in_levels(name)),
+            ];
+            for (weight, told) in read {
+                let scheme = match &weight {
+                    Weight::Quantized(q) => Some(q.scheme()),
+                    Weight::Dense(_) => None,
+                };
+                assert_eq!(told, scheme, "{name}");
+                assert_eq!(store.is_float(name), scheme.is_none(), "{name}");
+                let mut row = vec![0.0; n.cols];
+                for o in 0..n.rows {
+                    weight.dequantize_row(o, &mut row).unwrap();
+                    let want: Vec<f32> = (0..n.cols).map(|i| n.value(o, i)).collect();
+                    assert_eq!(row, want, "{name}, row {o}");
+                }
             }
         }
     }

@@ -97,7 +97,7 @@ impl Gpu {
             ordinal,
             ..GpuInfo::default()
         };
-        let mut inner = Inner::new(info, Account::of_all_gpus().clone(), device, context);
+        let mut inner = Inner::new(info, Account::of_gpu(ordinal), device, context);
         inner.bind()?;
         let copies = result::stream::create(result::stream::StreamKind::NonBlocking);
         inner.copies = check("making a stream", copies)?;
@@ -118,7 +118,7 @@ impl Gpu {
         self.0.context.is_null()
     }
 
-    /// The account of allocations: for an open device, that of all devices of this process.
+    /// The account of allocations: for an open device, that of this process.
     pub fn account(&self) -> &Account {
         &self.0.account
     }
@@ -146,7 +146,7 @@ impl Gpu {
         Ok(free.min(limit.saturating_sub(self.account().held())))
     }
 
-    /// Sets how many bytes of device memory this process shall hold at most, if not all. It is what
+    /// Sets how many bytes of this device's memory this process shall hold at most, if not all. It is what
     /// [`Gpu::free_memory`] tells; nothing is refused here.
     pub fn limit_memory(&self, bytes: Option<usize>) {
         self.0

@@ -3,6 +3,7 @@
 mod adapters;
 mod division;
 mod experts_at;
+mod heat_parts;
 mod host_experts;
 mod layer;
 mod model;

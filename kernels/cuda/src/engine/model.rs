@@ -26,7 +26,7 @@ use nq_kernels::{Account, Activations, KernelSet};
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
 use nq_model::{DType, Dims, LinearKind, ModelConfig, Product};
-use nq_runtime::interface::{LoadOptions, SessionSpec};
+use nq_runtime::interface::{LoadOptions, SessionSpec, Split};
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
@@ -238,15 +238,24 @@ impl CudaModel {
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
-        // A bank's sizes follow from what the store tells; ranks' shares of experts are not in banks.
-        let stage = match part.is_none() && tells_all {
+        // A bank's sizes follow from what the store tells; shares of each layer's experts are not in banks.
+        let whole_layers = part.is_none_or(|part| part.split == Split::Layers);
+        let stage = match whole_layers && options.cpu_experts.is_none() && tells_all {
             true => stage_sizes(config, &kinds)?,
             false => None,
         };
         let mut split = request.split(cpu_experts, free, stage, bytes)?;
         let mut bank = None;
         if let ExpertsAt::Bank { rooms } = split.at {
-            match ModelBank::new(&gpu, config, &kinds, rooms, stage.unwrap_or_default()) {
+            let beside = part.map_or(1, |part| part.rank.ranks);
+            match ModelBank::new(
+                &gpu,
+                config,
+                &kinds,
+                rooms,
+                stage.unwrap_or_default(),
+                beside,
+            ) {
                 Ok(locked) => bank = Some(locked),
                 Err(e) => {
                     progress.note(&format!(

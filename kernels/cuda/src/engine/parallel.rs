@@ -10,6 +10,7 @@
 
 use super::CudaEngine;
 use super::division::{choose, refuse, shards};
+use super::heat_parts::HeatPart;
 use super::model::note_copies;
 use super::part::GpuPart;
 use super::session::CudaSession;
@@ -18,8 +19,8 @@ use nq_formats::{Progress, WeightStore};
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
-    Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
-    PlacedImage, Run, Session, SessionSpec, Split, StepsAhead,
+    Chunk, DeviceMemory, Drawn, Engine, EngineDescription, ExpertChoices, HeatKeeper, LoadOptions,
+    Logits, Observer, Pages, PlacedImage, Run, Session, SessionSpec, Split, StepsAhead,
 };
 use nq_runtime::sampler::Sampler;
 use nq_runtime::{Error, Result};
@@ -120,21 +121,6 @@ impl ParallelEngine {
             beside,
         };
         note_copies(config, progress);
-        let split = choose(options.split, config, store, &gpus, progress)?;
-        let free: Vec<usize> = (gpus.iter())
-            .map(Gpu::free_memory)
-            .collect::<nq_kernels::Result<_>>()?;
-        let shards = shards(split, config, &free)?;
-        let load = |rank: usize, progress: &dyn Progress| {
-            let shard = &shards[rank];
-            let (shape, weights) = (shard.config(config)?, shard.store(store, config)?);
-            let part = GpuPart {
-                rank: place(rank),
-                split,
-            };
-            let gpu = gpus[rank].clone();
-            CudaEngine::load_on(gpu, Some(part), &shape, &weights, options, progress)
-        };
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(ranks)
             .thread_name(|i| format!("rank {i}"))
@@ -143,22 +129,55 @@ impl ParallelEngine {
             device: gpus[0].info().to_string(),
             why: format!("no threads for its ranks: {e}"),
         })?;
-        let mut engines: Vec<Option<Result<CudaEngine>>> = (0..ranks).map(|_| None).collect();
-        if beside {
-            // The next one's memory is what the one before leaves.
-            for (rank, engine) in engines.iter_mut().enumerate() {
-                *engine = Some(load(rank, if rank == 0 { progress } else { &() }));
-            }
-        } else if let Some((first, others)) = engines.split_first_mut() {
-            threads.in_place_scope(|scope| {
-                for (rank, engine) in (1..).zip(others) {
-                    let load = &load;
-                    scope.spawn(move |_| *engine = Some(load(rank, &())));
+        let load_split = |split| -> Result<Vec<CudaEngine>> {
+            let free: Vec<usize> = (gpus.iter())
+                .map(Gpu::free_memory)
+                .collect::<nq_kernels::Result<_>>()?;
+            let shards = shards(split, config, &free)?;
+            let load = |rank: usize, progress: &dyn Progress| {
+                let shard = &shards[rank];
+                let (shape, weights) = (shard.config(config)?, shard.store(store, config)?);
+                let part = GpuPart {
+                    rank: place(rank),
+                    split,
+                };
+                let gpu = gpus[rank].clone();
+                CudaEngine::load_on(gpu, Some(part), &shape, &weights, options, progress)
+            };
+            let mut engines: Vec<Option<Result<CudaEngine>>> = (0..ranks).map(|_| None).collect();
+            if beside {
+                // The next one's memory is what the one before leaves.
+                for (rank, engine) in engines.iter_mut().enumerate() {
+                    *engine = Some(load(rank, if rank == 0 { progress } else { &() }));
                 }
-                *first = Some(load(0, progress));
-            });
-        }
-        let engines: Vec<CudaEngine> = engines.into_iter().flatten().collect::<Result<_>>()?;
+            } else if let Some((first, others)) = engines.split_first_mut() {
+                threads.in_place_scope(|scope| {
+                    for (rank, engine) in (1..).zip(others) {
+                        let load = &load;
+                        scope.spawn(move |_| *engine = Some(load(rank, &())));
+                    }
+                    *first = Some(load(0, progress));
+                });
+            }
+            engines.into_iter().flatten().collect()
+        };
+        let mut split = choose(options.split, config, store, &gpus, progress)?;
+        let engines = match load_split(split) {
+            // Whole layers may have experts in the computer's memory.
+            Err(e @ Error::DeviceMemory { .. })
+                if split == Split::Tensors
+                    && options.split.is_none()
+                    && config.experts.is_some() =>
+            {
+                progress.note(&format!(
+                    "each GPU has some of the layers, whose experts may be in the computer's memory, as parts of every layer \
+                     do not fit: {e}"
+                ));
+                split = Split::Layers;
+                load_split(split)?
+            }
+            loaded => loaded?,
+        };
         let numbers: Vec<String> = ordinals.iter().map(usize::to_string).collect();
         let one = engines[0].description.clone();
         let info = gpus[0].info();
@@ -250,6 +269,24 @@ impl Engine for ParallelEngine {
             free,
             on_host: false,
         })
+    }
+
+    fn expert_choices(&self) -> Option<ExpertChoices> {
+        let all = self.ranks.iter().filter_map(Engine::expert_choices);
+        all.reduce(|a, b| ExpertChoices {
+            in_room: a.in_room + b.in_room,
+            all: a.all + b.all,
+        })
+    }
+
+    fn keep_heat(&self, keeper: Box<dyn HeatKeeper>) -> Result<()> {
+        let experts = |rank: &CudaEngine| {
+            let c = rank.config();
+            c.num_hidden_layers * c.experts.map_or(0, |e| e.count)
+        };
+        let parts = HeatPart::of_all(keeper, self.ranks.iter().map(experts));
+        let mut ranks = self.ranks.iter().zip(parts);
+        ranks.try_for_each(|(rank, part)| rank.keep_heat(Box::new(part)))
     }
 
     fn sampled_together(&self) -> Option<usize> {

@@ -7,9 +7,7 @@ use super::layer::largest_mixture;
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use super::weights::{
-    self, TrellisCodes, WeightBytes, is_quantized, layer_bytes, stage_sizes, weight_bytes,
-};
+use super::weights::{self, TrellisCodes, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
 use crate::experts::chosen;
@@ -73,8 +71,8 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
-/// many experts there as its `free` bytes require: if it is quantized, with all of them in the computer's memory, else
-/// with those of some layers on the CPU; on several with some of the layers each.
+/// many experts there as its `free` bytes require, and all of them in the computer's memory; on several with some of the
+/// layers each.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
@@ -98,10 +96,7 @@ pub fn placed(
         for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
             moved.push(moved[layer] + experts(layer)?);
         }
-        let bank = match is_quantized(whole, kinds) {
-            true => stage_sizes(whole, kinds)?,
-            false => None,
-        };
+        let bank = stage_sizes(whole, kinds)?;
         return request(whole, kinds, None, spec, |r| {
             let weights = |at| match at {
                 ExpertsAt::Gpu => Ok(all.held),
@@ -138,7 +133,14 @@ pub fn placed(
             })
         });
     }
-    let mut fullest = DeviceMemory::default();
+    let mut placed = Placed {
+        memory: DeviceMemory::default(),
+        on_host: 0,
+        rooms: None,
+        host_bytes: 0,
+        read: all.read,
+        host_read: 0,
+    };
     for (shard, &free) in shards(Split::Layers, c, free)?.iter().zip(free) {
         let first = shard.layers.as_ref().map_or(0, |layers| layers.start);
         let kinds = |name: &str| match names::split_layer(name) {
@@ -155,25 +157,34 @@ pub fn placed(
             split: Split::Layers,
         });
         let shape = &shard.config(c)?;
-        let WeightBytes { held: weights, .. } =
-            weight_bytes(shape, &kinds, None, ExpertsAt::Gpu, part)?;
-        let memory = request(shape, &kinds, part, spec, |r| {
-            let wanted = Request { weights, ..r };
-            wanted.check(free)?;
-            wanted.plan()
+        let bytes = |at| weight_bytes(shape, &kinds, None, at, part);
+        let bank = stage_sizes(shape, &kinds)?;
+        let (at, memory) = request(shape, &kinds, part, spec, |r| {
+            let held = |at| Ok(bytes(at)?.held);
+            let PlacedExperts {
+                at, weights, stage, ..
+            } = r.split(Some(0), free, bank, held)?;
+            let request = Request {
+                weights,
+                stage,
+                ..r
+            };
+            Ok((at, request.plan()?))
         })?;
-        if memory.total() > fullest.total() {
-            fullest = DeviceMemory { free, ..memory };
+        if memory.total() > placed.memory.total() {
+            placed.memory = DeviceMemory { free, ..memory };
+        }
+        if let ExpertsAt::Bank { rooms } = at {
+            let all = bytes(ExpertsAt::Gpu)?;
+            let without = bytes(ExpertsAt::Cpu(shape.num_hidden_layers))?;
+            let chosen = chosen_bytes(shape, &kinds, all)?;
+            placed.rooms = Some(placed.rooms.map_or(rooms, |fewest| fewest.min(rooms)));
+            placed.host_bytes += all.held - without.held;
+            placed.host_read += chosen;
+            placed.read -= chosen;
         }
     }
-    Ok(Placed {
-        memory: fullest,
-        on_host: 0,
-        rooms: None,
-        host_bytes: 0,
-        read: all.read,
-        host_read: 0,
-    })
+    Ok(placed)
 }
 
 /// Bytes of the experts that a router chooses for a token, of a model of which a token reads `all`.
@@ -252,7 +263,7 @@ impl Request<'_> {
         bank: Option<StageSizes>,
         weights: impl Fn(ExpertsAt) -> Result<usize>,
     ) -> Result<PlacedExperts> {
-        if let (None, Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
+        if let (None | Some(0), Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
             let request = Request {
                 weights: all,
@@ -267,7 +278,9 @@ impl Request<'_> {
                 None => free - free / UNASKED,
             };
             let most = |request: &Request<'_>| request.most_rooms(&experts, free, bank, &weights);
-            let (rooms, wide) = (most(self)?, self.session.and_then(wide));
+            // What stages of layers hand on has the usual rows.
+            let wide = self.session.and_then(wide).filter(|_| self.part.is_none());
+            let rooms = most(self)?;
             let session = wide.as_ref().or(self.session);
             let fewer = match wide {
                 Some(_) => most(&Request { session, ..*self })?,

@@ -83,7 +83,8 @@ struct Move {
 }
 
 impl ModelBank {
-    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed.
+    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed. So many models do so at
+    /// once, each with about as many layers: those of several GPUs.
     ///
     /// # Errors
     /// [`Error::Memory`] if the computer has too little; [`nq_kernels::Error::DeviceMemory`], also if the system does not
@@ -94,6 +95,7 @@ impl ModelBank {
         kinds: Kinds<'_>,
         rooms: usize,
         stage: StageSizes,
+        at_once: usize,
     ) -> Result<Self> {
         let shapes = (0..c.num_hidden_layers).map(|index| {
             let spec = c.layer(index);
@@ -102,7 +104,8 @@ impl ModelBank {
         });
         let shapes = shapes.collect::<Result<Vec<_>>>()?;
         // The system would end the process that locks more than there is.
-        HostExperts::check_memory(shapes.iter().flatten().map(BankShape::bytes).sum())?;
+        let bytes: usize = shapes.iter().flatten().map(BankShape::bytes).sum();
+        HostExperts::check_memory(bytes * at_once)?;
         let table = expert_table(gpu, c)?;
         let mut empty = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.into_iter().enumerate() {

@@ -69,16 +69,6 @@ impl TrellisCodes {
     }
 }
 
-/// True if all matrices of the layers that nq quantizes are quantized, so that a file tells each one's scheme.
-pub(super) fn is_quantized(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
-    let quantized = |name: &str| !matches!(kinds(name), WeightKind::Dense(_));
-    let layer = |i: usize| {
-        let linears = c.layer(i).linears();
-        linears.iter().all(|l| quantized(&l.name(i)))
-    };
-    (0..c.num_hidden_layers).all(layer)
-}
-
 /// Reserves the head, or what a GPU of several has of it.
 pub(super) fn head(
     gpu: &Gpu,
@@ -351,8 +341,8 @@ pub(super) fn weight_bytes(
     })
 }
 
-/// The kinds of all Linears of the layers, by name, if the store knows their schemes without reading
-/// the weights; only these tell whether inputs are in activation order. A layer may hold its weights in
+/// The kinds of all Linears of the layers, by name, if the store knows their schemes, or that they are floats, without
+/// reading the weights; only these tell whether inputs are in activation order. A layer may hold its weights in
 /// more bits than the first does.
 pub(super) fn told_kinds(
     config: &ModelConfig,
@@ -364,16 +354,18 @@ pub(super) fn told_kinds(
         let linears = config.layer(layer).linears().into_iter();
         linears.map(move |linear| linear.name(layer))
     });
-    let kind = |name: String| {
-        let scheme = store.scheme_in_levels(&name)?;
-        Some((name, WeightKind::in_scheme(scheme, act_order)))
+    // Unquantized weights are held in one way, whatever their type.
+    let kind = |name: &str| match store.scheme_in_levels(name) {
+        Some(scheme) => Some(WeightKind::in_scheme(scheme, act_order)),
+        None => (store.is_float(name)).then_some(WeightKind::Dense(DType::BF16)),
     };
-    let mut kinds: BTreeMap<String, WeightKind> = names.map(&kind).collect::<Option<_>>()?;
-    // Those that nq never quantizes; unquantized weights are held in one way, whatever their type.
+    let told = names.map(|name| kind(&name).map(|kind| (name, kind)));
+    let mut kinds: BTreeMap<String, WeightKind> = told.collect::<Option<_>>()?;
+    // Those that nq never quantizes.
     for layer in 0..config.num_hidden_layers {
         for linear in config.layer(layer).kept() {
             let name = linear.name(layer);
-            let kind = kind(name.clone()).map_or(WeightKind::Dense(DType::BF16), |k| k.1);
+            let kind = kind(&name).unwrap_or(WeightKind::Dense(DType::BF16));
             kinds.insert(name, kind);
         }
     }

@@ -9,6 +9,7 @@ use nq_model::{ARCHITECTURES, ModelConfig};
 use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
     DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, SessionSpec,
+    Split,
 };
 use nq_testkit::models::experts;
 use nq_testkit::sessions::{chunk, drawn, session_spec};
@@ -82,12 +83,22 @@ fn whatever_has_room_computes_the_same() {
         experts: Some(experts(7, 2048, 2048)),
         ..wide_hybrid("qwen35moe", 4, false)
     };
+    // Without schemes that a file could state.
+    let unquantized = ModelConfig {
+        experts: Some(experts(4, 768, 0)),
+        ..at_once.clone()
+    };
     for (config, name) in [
         (at_once, "at once"),
         (by_kernels, "by kernels"),
         (with_shared, "a shared one"),
+        (unquantized, "unquantized"),
     ] {
-        let store = Store::random(&config, 5).quantized(int4);
+        let store = Store::random(&config, 5);
+        let store = match name {
+            "unquantized" => store,
+            _ => store.quantized(int4),
+        };
         let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |gpu_memory| {
             let options = LoadOptions {
@@ -132,6 +143,82 @@ fn whatever_has_room_computes_the_same() {
             let differ = differ.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             assert_eq!((differ, found.0.len()), (0, expected.0.len()), "{what}");
             assert_eq!(found.1, expected.1, "{what}");
+        }
+    }
+}
+
+/// Of a model over two GPUs, each has some of the layers, all of whose experts are in the computer's memory.
+#[test]
+fn layers_of_two_gpus_have_experts_in_the_computers_memory_too() {
+    let _turn = crate::turn();
+    match nq_testkit::on_gpu(nq_cuda::device_count()) {
+        None => return,
+        Some(1) => {
+            println!("skipped: two GPUs are needed");
+            return;
+        }
+        Some(_) => {}
+    }
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let mixture = ModelConfig {
+        architecture: ARCHITECTURES[1],
+        hidden_size: 1024,
+        num_hidden_layers: 4,
+        experts: Some(experts(8, 768, 0)),
+        ..fused_config()
+    };
+    let hybrid = wide_hybrid("qwen35moe", 4, false);
+    let hybrid = ModelConfig {
+        experts: Some(experts(7, 2048, 2048)),
+        num_hidden_layers: 2 * hybrid.delta.map_or(1, |d| d.interval),
+        ..hybrid
+    };
+    for (config, name) in [(mixture, "a mixture"), (hybrid, "a hybrid")] {
+        let store = Store::random(&config, 5).quantized(int4);
+        let spec = session_spec(2, 640, KvType::F16, 400);
+        let loaded = |split, gpu_memory| {
+            let options = LoadOptions {
+                device: "cuda:0,1".parse().unwrap(),
+                session: Some(spec),
+                split,
+                gpu_memory,
+                ..LoadOptions::default()
+            };
+            let notes = Notes::default();
+            let engine = load(&config, &store, &options, &notes).expect("it fits");
+            (engine, rooms(&notes))
+        };
+        let by_layers = Some(Split::Layers);
+        let (whole, all_fit) = loaded(by_layers, None);
+        assert_eq!(all_fit, None, "{name}");
+        let expected = computed(&*whole, spec);
+        drop(whole);
+        let kinds = weight_kinds(&config, &store, true).unwrap();
+        let placed = |free| gpu::place(&config, &|name| kinds[name], &spec, &[free; 2]);
+        let most = placed(usize::MAX / 2).unwrap().memory.total();
+        let limits = (1..most).step_by(1 << 20).map(|less| most - less);
+        let limit = limits.take_while(|&free| placed(free).is_ok()).last();
+        let limit = limit.expect("some have room");
+        let planned = placed(limit).unwrap();
+        assert!(
+            planned.host_bytes > 0 && planned.rooms.is_some(),
+            "{planned:?}"
+        );
+        // Parts of every layer do not fit then, so that it is by layers without being asked for.
+        for split in [by_layers, None] {
+            let (engine, rooms) = loaded(split, Some(limit));
+            assert!(rooms.is_some_and(|n| n < 8), "{name}: {rooms:?}");
+            assert!(engine.description().device.ends_with("by layers)"));
+            for gpu in [0, 1] {
+                assert!(Account::of_gpu(gpu).held() <= limit, "{name}, GPU {gpu}");
+            }
+            let found = computed(&*engine, spec);
+            let differ = found.0.iter().zip(&expected.0);
+            let differ = differ.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            assert_eq!((differ, found.0.len()), (0, expected.0.len()), "{name}");
+            assert_eq!(found.1, expected.1, "{name}");
+            let choices = engine.expert_choices().expect("they are counted");
+            assert!(choices.in_room < choices.all, "{name}: {choices:?}");
         }
     }
 }

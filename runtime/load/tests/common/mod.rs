@@ -409,6 +409,10 @@ impl WeightStore for Store {
         }
     }
 
+    fn is_float(&self, name: &str) -> bool {
+        matches!(self.matrices.get(name), Some(Weight::Dense(_)))
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         let entry = |name: &String, bytes: usize| TensorEntry {
             name: name.clone(),
