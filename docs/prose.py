@@ -82,8 +82,11 @@ VALUES = {
 }
 
 TIED = re.compile(r"(\d[\d.,]*)?(<!--=\s*(\w+)\s*-->)")
-# What a reader would take for a measurement.
-MEASURED = re.compile(r"(?<![\w.,])\d[\d.,]* ?(?:%|MB\b|GB\b|tok/s|tokens a second|seconds)|(?<![\w.])0\.\d+\b(?!B)|\d[\d.]* times")
+# What a reader would take for a measurement, in figures or in words.
+MEASURED = re.compile(
+    r"(?<![\w.,])\d[\d.,]* ?(?:%|MB\b|GB\b|tok/s|tokens a second|seconds|minutes|hours)|(?<![\w.])0\.\d+\b(?!B)|\d[\d.]* times"
+    r"|\b(?:two|three|four|five|six|seven|eight|nine|ten)(?: times as|-?fold| minutes| seconds| hours)\b"
+)
 WIDTH = 120
 # Sizes have one unit, powers of 1000: pages have no MiB, and no text of the program but `human_bytes` has a figure
 # before a unit, except those of rates. A GPU's shared memory is in KiB, as CUDA's documentation has it.

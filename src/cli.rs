@@ -20,7 +20,7 @@ const STYLES: Styles = Styles::styled()
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
 
-/// Quantizes Qwen and Llama language models to 3 to 8 bits with measured quality, and runs them fast.
+/// Quantizes Qwen and Llama language models to 2 to 8 bits with measured quality, and runs them fast.
 #[derive(Parser)]
 #[command(name = "nq", version = version(), styles = STYLES, propagate_version = true)]
 pub(crate) struct Cli {
@@ -32,7 +32,7 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Quantize a checkpoint to 3 to 8 bits and measure the loss in quality
+    /// Quantize a model to 2 to 8 bits and measure the loss in quality
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     #[command(visible_alias = "run")]

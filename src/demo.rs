@@ -19,6 +19,7 @@ macro_rules! asset {
 
 #[cfg(demo)]
 static FILES: &[(&str, &[u8])] = &[
+    asset!("LICENSE"),
     asset!("config.json"),
     asset!("generation_config.json"),
     asset!("model-00001-of-00002.safetensors"),

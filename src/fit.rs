@@ -282,7 +282,7 @@ pub(crate) struct FileRow {
     pub(crate) buffers_bytes: usize,
     /// Bytes needed in all, of the fullest GPU if there are several.
     pub(crate) needed_bytes: u64,
-    /// Layers whose experts are on the CPU beside a GPU.
+    /// Layers whose experts are on the CPU, where a GPU runs the rest.
     pub(crate) cpu_layers: usize,
     /// Of a mixture whose experts do not all have room on the GPU, how many of each layer have; all are in the
     /// computer's memory. Speed is computed for a text that uses experts again as published ones do.

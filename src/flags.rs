@@ -71,7 +71,7 @@ pub(crate) struct Global {
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// A LoRA or DoRA adapter: PEFT's folder, or a GGUF file. W multiplies it [default of W: 1]. It is merged
-    /// into an unquantized model, and stays beside the weights of a quantized one. NAME=FOLDER, for serve, leaves the
+    /// into an unquantized model, and stays unmerged with a quantized one. NAME=FOLDER, for serve, leaves the
     /// model as it is, and clients ask for NAME (repeatable)
     #[arg(
         long = "adapter",

@@ -122,11 +122,14 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Fou
 
 /// Hub ids of models that are no presets, or whose names are not those of their presets.
 #[rustfmt::skip]
-const PUBLISHED: [&str; 13] = [
+const PUBLISHED: [&str; 20] = [
     "Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-4B",
     "Qwen/Qwen3-Embedding-8B", "Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B", "Qwen/Qwen3-Reranker-8B",
     "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-4B-Instruct",
     "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-32B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-3B-Instruct",
+    "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-14B-Instruct", "Qwen/Qwen2.5-Coder-32B-Instruct",
+    "meta-llama/Llama-3.1-70B-Instruct",
 ];
 
 /// Who publishes GGUF files of a model, as `OWNER/NAME-GGUF`.
@@ -168,7 +171,10 @@ fn whole(name: &str) -> Option<&'static str> {
     };
     let presets = Preset::all().flat_map(|p| [(p.name, p.hub_id), (bare(p.hub_id), p.hub_id)]);
     let named: Vec<(&str, &str)> = presets.chain(PUBLISHED.map(|id| (bare(id), id))).collect();
-    let same = named.iter().find(|(known, _)| known.to_lowercase() == name);
+    // Ollama does not say of a model that it is tuned to follow instructions.
+    let instruct = format!("{name}-instruct");
+    let is = |known: &str| [&name, &instruct].contains(&&known.to_lowercase());
+    let same = named.iter().find(|(known, _)| is(known));
     // A mixture by the parameters that all its experts have: qwen3:30b.
     let mixture = format!("{name}-a");
     let begins = |known: &str| known.to_lowercase().starts_with(&mixture);
@@ -345,6 +351,13 @@ mod tests {
             ("qwen2.5:7b", "Qwen/Qwen2.5-7B-Instruct"),
             ("llama3.2:3b", "meta-llama/Llama-3.2-3B-Instruct"),
             ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+            ("llama3.1:70b", "meta-llama/Llama-3.1-70B-Instruct"),
+            ("qwen3-vl:4b", "Qwen/Qwen3-VL-4B-Instruct"),
+            ("qwen3-vl:30b", "Qwen/Qwen3-VL-30B-A3B-Instruct"),
+            ("qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+            ("qwen2.5-coder:7b", "Qwen/Qwen2.5-Coder-7B-Instruct"),
+            ("qwen3-next:80b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+            ("qwen3-reranker:0.6b", "Qwen/Qwen3-Reranker-0.6B"),
             ("qwen3:0.6b:q4_K_M", "unsloth/Qwen3-0.6B-GGUF:Q4_K_M"),
             ("qwen3:0.6b-q8_0", "unsloth/Qwen3-0.6B-GGUF:Q8_0"),
             ("Qwen3-8B:IQ4_XS", "unsloth/Qwen3-8B-GGUF:IQ4_XS"),

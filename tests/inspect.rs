@@ -56,7 +56,7 @@ fn a_checkpoint_is_listed_and_verified() {
         "  context          1024 tokens",
         "  chat template    yes",
         "  sampling         ",
-        "  licence          ",
+        "  licence          MIT or Apache-2.0, at your choice",
         "  format           safetensors",
     ]) {
         assert!(line.starts_with(start), "{line:?}, expected {start:?}");

@@ -230,8 +230,8 @@ fn scaling(c: &ModelConfig) -> Option<Value> {
 pub(crate) const ROPE: &[KeyUse] = &[
     ("rope_type", "`default`, `yarn` and `llama3`; others are refused"),
     ("type", "the same, as older files name it"),
-    ("rope_theta", "base of the frequencies, before the one beside it"),
-    ("partial_rotary_factor", "the part of a head that is rotated, before the one beside it"),
+    ("rope_theta", "base of the frequencies, taken before the one outside"),
+    ("partial_rotary_factor", "the part of a head that is rotated, taken before the one outside"),
     ("factor", "stretch of the context; if absent, `max_position_embeddings` by the original length"),
     ("original_max_position_embeddings", "length before it; `max_position_embeddings` if absent"),
     ("beta_fast", "rotations above which a dimension stays; 32 if absent or 0"),

@@ -37,7 +37,7 @@ pub struct QuantizeReport {
     /// GPU.
     #[serde(default)]
     pub peak_device_bytes: u64,
-    /// Estimate of it before the work, including tuning.
+    /// Estimate of `peak_device_bytes` before the work, including tuning.
     #[serde(default)]
     pub estimated_device_bytes: u64,
     /// Time of each stage, in the order of first occurrence.

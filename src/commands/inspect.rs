@@ -8,6 +8,7 @@ use anyhow::bail;
 use clap::Args;
 use nq_answers::SightOptions;
 use nq_cpu::state_bytes;
+use nq_formats::gguf::GgufFile;
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Files, Scheme, Task, TensorEntry};
@@ -34,7 +35,11 @@ pub(crate) struct InspectArgs {
     pub tensors: bool,
 }
 
-/// Most bytes of a licence in which its first line is looked for.
+/// A model's page on the hub, and the key of GGUF files that says what it says of the licence.
+const MODEL_CARD: &str = "README.md";
+const GGUF_LICENCE: &str = "general.license";
+
+/// Most bytes of a licence or a model card in which the line is looked for.
 const LONGEST_LICENCE: usize = 4096;
 
 /// Most characters of a name in the table; `--json` has all of it.
@@ -130,7 +135,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
             tools: about.tools,
             switches_thinking: about.switches_thinking,
         }),
-        licence: licence(checkpoint.files())?,
+        licence: licence(checkpoint)?,
         task: checkpoint.task().name(),
         parameters: checkpoint.config().parameters(),
         tensor_bytes: checkpoint.tensor_bytes(),
@@ -425,22 +430,40 @@ fn describe_use(out: &mut String, checkpoint: &Checkpoint, report: &Report) -> f
     writeln!(out, "  licence          {licence}")
 }
 
-/// The first line of the model's licence, and the file that holds it.
-fn licence(files: &Files) -> nq_formats::Result<Option<String>> {
-    let name = files
-        .names()?
-        .into_iter()
-        .find(|n| n.starts_with("LICENSE"));
-    let Some(name) = name else {
-        return Ok(None);
+/// The model's licence, and what says it: the first line of a file LICENSE, the head of a model card, or a GGUF file's key.
+fn licence(checkpoint: &Checkpoint) -> nq_formats::Result<Option<String>> {
+    let said = |line: Option<&str>, by: &str| {
+        let line = shortened(line.unwrap_or("empty"), LONGEST_NAME);
+        Ok(Some(format!("{line} ({by})")))
     };
-    let text = files.require(&name)?;
-    let start = String::from_utf8_lossy(&text[..text.len().min(LONGEST_LICENCE)]).into_owned();
-    let line = start.lines().map(str::trim).find(|l| !l.is_empty());
-    Ok(Some(format!(
-        "{} ({name})",
-        shortened(line.unwrap_or("empty"), LONGEST_NAME)
-    )))
+    let gguf = checkpoint.store().gguf_file();
+    if let Some((path, folder)) = gguf.and_then(|path| Some((path, path.parent()?))) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let file = GgufFile::parse(path, Files::Folder(folder.into()).require(&name)?)?;
+        return match file.str(GGUF_LICENCE)? {
+            Some(licence) => said(Some(licence), GGUF_LICENCE),
+            None => Ok(None),
+        };
+    }
+    let files = checkpoint.files();
+    let names = files.names()?;
+    let start = |name: &str| -> nq_formats::Result<String> {
+        let text = files.require(name)?;
+        Ok(String::from_utf8_lossy(&text[..text.len().min(LONGEST_LICENCE)]).into_owned())
+    };
+    if let Some(name) = names.iter().find(|n| n.starts_with("LICENSE")) {
+        let text = start(name)?;
+        return said(text.lines().map(str::trim).find(|l| !l.is_empty()), name);
+    }
+    if !names.iter().any(|n| n == MODEL_CARD) {
+        return Ok(None);
+    }
+    let text = start(MODEL_CARD)?;
+    let mut head = text.lines().skip_while(|l| *l != "---").skip(1);
+    match head.find_map(|l| l.strip_prefix("license:")) {
+        Some(licence) => said(Some(licence.trim()), MODEL_CARD),
+        None => Ok(None),
+    }
 }
 
 /// The table of tensors, which may be long.

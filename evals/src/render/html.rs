@@ -18,7 +18,7 @@ p,ul{max-width:50rem}table{border-collapse:collapse;margin:1rem 0;font-variant-n
 th,td{border-bottom:1px solid var(--line);padding:.3rem .6rem;text-align:right;vertical-align:top}\
 th:first-child,td:first-child,td.text,th.text{text-align:left}td:first-child,th:first-child{position:sticky;left:0;background:var(--page)}\
 .scroll{overflow-x:auto}code,pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.9em}\
-td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem}svg{width:100%;min-width:34rem;max-width:54rem;height:auto}\
+td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem;overflow-wrap:anywhere}svg{width:100%;min-width:34rem;max-width:54rem;height:auto}\
 .note{color:var(--note);font-size:.92em}.note p{margin:.35rem 0}\
 .dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}\
 @media(max-width:60rem){td:not(.text),td:first-child,th{white-space:normal}td.after{min-width:8rem}}\

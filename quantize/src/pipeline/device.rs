@@ -11,6 +11,7 @@ use crate::streamed::Streamed;
 use nq_formats::{Progress, Scheme};
 use nq_load::device::Device;
 use nq_load::{gpu, load};
+use nq_model::ModelConfig;
 use nq_runtime::{ActivationChoice, DeviceChoice, Engine, LoadOptions};
 use std::sync::Arc;
 
@@ -73,17 +74,27 @@ impl Job<'_> {
         let estimate = self.device_estimate()?;
         let from = estimate.map_or(SampledFrom::Source, |d| d.sampled_from);
         state.sampled_from = from;
-        if let (Some(schemes), Some(estimate)) = (copy_schemes(from), estimate) {
+        if let (Some(_), Some(estimate)) = (copy_schemes(from), estimate) {
             self.progress.note(&format!(
                 "text is sampled from {from}, rounded as it is loaded: the source does not fit \
                  the {} bytes of the GPU's memory that may be used",
                 estimate.limit
             ));
-            let store = crate::on_the_fly::rounded_weights(self.checkpoint, schemes)?;
-            let options = &self.options.load;
-            return Ok(load(self.config(), &store, options, &self.progress)?);
         }
-        let (config, store) = (self.config(), self.checkpoint.store());
+        self.sampled_model(self.config(), from, &self.progress)
+    }
+
+    /// The source, or its first layers if `config` has fewer, as text is sampled from it.
+    pub(super) fn sampled_model(
+        &self,
+        config: &ModelConfig,
+        from: SampledFrom,
+        progress: &dyn Progress,
+    ) -> Result<Arc<dyn Engine>> {
+        if let Some(schemes) = copy_schemes(from) {
+            let store = crate::on_the_fly::rounded_weights(self.checkpoint, schemes)?;
+            return Ok(load(config, &store, &self.options.load, progress)?);
+        }
         let options = LoadOptions {
             activations: match self.options.load.activations {
                 ActivationChoice::Auto => ActivationChoice::AutoBf16,
@@ -91,7 +102,7 @@ impl Job<'_> {
             },
             ..self.options.load
         };
-        Ok(load(config, store, &options, &self.progress)?)
+        Ok(load(config, self.checkpoint.store(), &options, progress)?)
     }
 
     /// Statistics whose second moments are on the device, if it rounds with them.

@@ -10,6 +10,7 @@
 
 mod device;
 mod ends;
+mod first_layers;
 mod guard;
 mod job;
 mod kept;

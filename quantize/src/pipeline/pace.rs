@@ -1,15 +1,15 @@
 //! How long work takes on a device: seconds of a unit of each kind of work, until a run has shown its own pace.
 //!
 //! A CPU's are those of a [`Rehearsal`], in which each kind was done for a moment; the search of trellises is timed likewise.
-//! A GPU's are those of runs on an H200 (`2026-11-23-gpu-quantize.csv`, `2026-11-26-trellis-gptq-8b.csv`,
-//! `2026-11-26-gpu-gptq-27b.csv`), by the number of its multiprocessors.
+//! A GPU's are those of the source's [`FirstLayers`], and where these do not tell, of runs on an H200
+//! (`2026-11-23-gpu-quantize.csv`, `2026-11-26-gpu-gptq-27b.csv`), by the number of its multiprocessors.
 
+use super::first_layers::FirstLayers;
 use super::rehearsal::{Rehearsal, seconds};
 use crate::error::Result;
 use crate::trellis::Trellis;
+use nq_formats::TrellisScheme;
 use nq_formats::trellis::{Code, SEQUENCE};
-use nq_formats::{Checkpoint, TrellisScheme};
-use nq_load::gpu;
 
 /// Seconds of a unit of work.
 #[derive(Clone, Copy, Debug)]
@@ -21,10 +21,8 @@ pub(super) struct StagePace {
     pub(super) hashed: f64,
     pub(super) loaded: f64,
     pub(super) written: f64,
-    /// A step of sampling, for each byte of the weights that it reads, each multiplication, and each logit that tokens are
-    /// drawn from.
+    /// A step of sampling; each of its multiplications, and each logit that tokens are drawn from.
     step: f64,
-    step_byte: f64,
     sampled: f64,
     drawn: f64,
     /// Running layers over calibration text, and gathering the statistics of inputs in them.
@@ -41,26 +39,32 @@ pub(super) struct StagePace {
     path: f64,
 }
 
-/// Seconds of a pass over text: of a layer and of each of its weights, however long the text is, and of a multiplication.
+/// Seconds of a pass over text: of each weight, however long the text is, and of a multiplication.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PassPace {
-    pub(super) layer: f64,
     pub(super) weight: f64,
     pub(super) multiplication: f64,
 }
 
 impl PassPace {
+    /// The pace of a `pass` that took `long` seconds, and over a `share` of the text `short`.
+    pub(super) fn between(short: f64, long: f64, share: f64, pass: TextPass) -> Self {
+        // Times vary: one that hardly grows with the text is no reason to say that it does not.
+        let grows = (long - short).max(0.1 * long) / (1.0 - share).max(0.1);
+        PassPace {
+            weight: (long - grows).max(0.0) / pass.weights,
+            multiplication: grows.min(long) / pass.multiplications,
+        }
+    }
+
     fn seconds(&self, pass: TextPass) -> f64 {
-        self.layer * pass.layers
-            + self.weight * pass.weights
-            + self.multiplication * pass.multiplications
+        self.weight * pass.weights + self.multiplication * pass.multiplications
     }
 }
 
-/// A pass over text through the layers of a model.
+/// A pass over text through layers of a model.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TextPass {
-    pub(super) layers: f64,
     pub(super) weights: f64,
     pub(super) multiplications: f64,
 }
@@ -68,9 +72,7 @@ pub(super) struct TextPass {
 /// The work of sampling text.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SamplingWork {
-    /// Steps, and the bytes of weights that each reads.
     pub(super) steps: f64,
-    pub(super) bytes: f64,
     pub(super) multiplications: f64,
     /// Logits that tokens are drawn from.
     pub(super) logits: f64,
@@ -110,6 +112,17 @@ pub(super) fn paths(scheme: TrellisScheme) -> f64 {
 
 /// Multiprocessors of an H200.
 const H200: f64 = 132.0;
+/// The time in which a GPU finds a weight's path in 4 bits, in times of the search for a weight's range.
+const PATH_ON_GPU: f64 = 3.0;
+
+/// What the pace of a GPU depends on besides the time of the first layers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GpuPace {
+    pub(super) multiprocessors: usize,
+    /// Most sequences that it samples together.
+    pub(super) together: usize,
+    pub(super) source_bytes: f64,
+}
 
 impl StagePace {
     /// The pace of a CPU, with `trellises` of one that searches them.
@@ -125,7 +138,6 @@ impl StagePace {
             loaded: LOADED * column,
             written: 1e-9,
             step: 0.0,
-            step_byte: 0.0,
             sampled: rehearsal.sampled,
             drawn: rehearsal.drawn,
             run: rehearsal.run,
@@ -139,46 +151,36 @@ impl StagePace {
         })
     }
 
-    /// The pace of a GPU with so many multiprocessors.
-    pub(super) fn of_gpu(multiprocessors: usize, checkpoint: &Checkpoint) -> Self {
-        let slower = H200 / multiprocessors.max(1) as f64;
-        // Experts are unpacked one by one.
-        let mixture = checkpoint.config().experts.is_some();
-        let run = PassPace {
-            layer: 0.04,
-            weight: 2e-9 * slower,
-            multiplication: 2e-14 * slower,
-        };
+    /// The pace of a GPU with so many multiprocessors, which took these times for the first layers of a source of so many
+    /// bytes, and for rounding the `work` of the first.
+    pub(super) fn of_gpu(first: &FirstLayers, gpu: GpuPace, work: RoundingWork) -> Self {
+        let slower = H200 / gpu.multiprocessors.max(1) as f64;
+        // A layer has either kind of codes.
+        let units = work.fitted + PATH_ON_GPU * work.paths;
+        let fitted = first.rounded / units.max(1.0);
         StagePace {
-            together: gpu::sizes().ok().map(|sizes| sizes.together),
+            together: Some(gpu.together),
             on_cpu: false,
-            hashed: 0.4e-9,
-            loaded: if mixture { 0.9e-9 } else { 0.25e-9 },
+            hashed: 0.5e-9,
+            loaded: first.loaded / gpu.source_bytes,
             written: 1.1e-9,
-            step: 0.7e-3 * slower,
-            step_byte: 0.23e-12 * slower,
+            step: first.step,
             sampled: 0.0,
             drawn: 0.0,
-            run,
-            gathered: PassPace {
-                layer: 1.2 * run.layer,
-                weight: 1.2 * run.weight,
-                multiplication: 1.2 * run.multiplication,
-            },
+            run: first.run,
+            gathered: first.gathered,
             probed: 5e-14 * slower,
             measured: 5e-15 * slower,
-            logit: 1.8e-9,
-            fitted: 11e-9 * slower,
+            logit: first.logit,
+            fitted,
             column: 0.0,
-            path: 32e-9 * slower,
+            path: PATH_ON_GPU * fitted,
         }
     }
 
     /// Seconds of sampling.
     pub(super) fn sample(&self, work: SamplingWork) -> f64 {
-        work.steps * (self.step + self.step_byte * work.bytes)
-            + self.sampled * work.multiplications
-            + self.drawn * work.logits
+        work.steps * self.step + self.sampled * work.multiplications + self.drawn * work.logits
     }
 
     /// Seconds of a pass.

@@ -6,7 +6,7 @@
 //! whatever this CPU, its threads and other programs make of each of these.
 
 use super::job::Job;
-use super::pace::{FITTED, PassPace};
+use super::pace::{FITTED, PassPace, TextPass};
 use crate::error::Result;
 use crate::grid::Grid;
 use crate::layers;
@@ -67,10 +67,15 @@ const ROWS: usize = 64;
 /// What a weight is rounded to.
 const SCHEME: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
 
+/// Seconds of `work`, on average over a moment, after it was done once: threads start and pages are mapped then.
+pub(super) fn seconds(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    work()?;
+    seconds_at_once(work)
+}
+
 /// Seconds of `work`, on average over a moment. Other programs may take a part of the machine, as they will while the run
 /// takes place.
-pub(super) fn seconds(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    work()?; // Threads start and pages are mapped.
+pub(super) fn seconds_at_once(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let (begin, mut times) = (Instant::now(), 0);
     while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
         work()?;
@@ -200,25 +205,8 @@ impl<'a> StandIn<'a> {
     /// Seconds of a multiplication while `together` sequences are sampled.
     fn sampling(&self, together: usize, logits: &LogitTimes) -> Result<f64> {
         let engine = self.loaded(self.rounded)?;
-        let mut session = engine.session(SessionSpec {
-            slots: together,
-            ctx: STEPS + 1,
-            pages: None,
-            kv: KvType::F16,
-            max_rows: together,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
-        })?;
-        let prompts: Vec<Vec<u32>> = (0..together).map(|i| vec![i as u32]).collect();
-        let request = BatchRequest {
-            prompts: &prompts,
-            length: STEPS + 1,
-            stop: &[],
-            sampling: SamplingParams::default(),
-        };
-        let steps = seconds(|| Ok(sample_sequences(session.as_mut(), &request, &()).map(drop)?))?;
         let products = self.weights + (VOCABULARY * self.config.hidden_size) as f64;
-        let of_token = steps / (STEPS * together) as f64;
+        let of_token = step(engine.as_ref(), together)? / together as f64;
         Ok(without(of_token, logits.drawn * VOCABULARY as f64) / products)
     }
 
@@ -288,12 +276,11 @@ impl<'a> StandIn<'a> {
     ) -> Result<PassPace> {
         let (short, long) = (work(shorter)?, work(whole)?);
         let share = (self.text.len() / SHORTER) as f64 / self.text.len() as f64;
-        let all = without(long, short) / (1.0 - share);
-        Ok(PassPace {
-            layer: 0.0,
-            weight: (long - all).max(0.0) / self.weights,
-            multiplication: all / self.of_layer(),
-        })
+        let pass = TextPass {
+            weights: self.weights,
+            multiplications: self.of_layer(),
+        };
+        Ok(PassPace::between(short, long, share, pass))
     }
 
     /// Seconds of a multiplication while the source and its result are compared, on average of both.
@@ -311,6 +298,28 @@ impl<'a> StandIn<'a> {
         let scored = logits.scored * self.tokens() / 2.0 * VOCABULARY as f64;
         Ok(without(all, scored) / (2.0 * (self.of_layer() + self.of_head())))
     }
+}
+
+/// Seconds of a step of `engine` that samples so many sequences together.
+pub(super) fn step(engine: &dyn Engine, together: usize) -> Result<f64> {
+    let mut session = engine.session(SessionSpec {
+        slots: together,
+        ctx: STEPS + 1,
+        pages: None,
+        kv: KvType::F16,
+        max_rows: together,
+        snapshots: None,
+        drafts: DraftedBy::Nothing,
+    })?;
+    let prompts: Vec<Vec<u32>> = (0..together).map(|i| vec![i as u32]).collect();
+    let request = BatchRequest {
+        prompts: &prompts,
+        length: STEPS + 1,
+        stop: &[],
+        sampling: SamplingParams::default(),
+    };
+    let steps = seconds(|| Ok(sample_sequences(session.as_mut(), &request, &()).map(drop)?))?;
+    Ok(steps / STEPS as f64)
 }
 
 /// What is left of `seconds` without `part` of it, which was measured by itself.
