@@ -88,6 +88,14 @@ class Files:
     def llama(self, program, *args):
         return said(self.args.llama / program, *args)
 
+    def unseen(self):
+        """How llama-quantize writes the MTP layer, which no text passes, so that the matrix lacks it."""
+        config = Path(self.args.source) / "config.json"
+        settings = json.loads(config.read_text()) if config.exists() else {}
+        settings = settings.get("text_config", settings)
+        layers = settings.get("mtp_num_hidden_layers", 0)
+        return ["--tensor-type", f"blk\\.{settings['num_hidden_layers']}\\.=q8_0"] if layers else []
+
     def typed(self, kind):
         out, matrix = self.home / f"{kind}.gguf", self.args.out / "matrix.gguf"
         if not matrix.exists():
@@ -95,7 +103,7 @@ class Files:
         if not out.exists():
             # No type is MXFP4 in all layers of a dense model.
             how = ["--tensor-type", "blk=mxfp4", self.source(), out, "Q8_0"] if kind == "MXFP4" else [self.source(), out, kind]
-            self.llama("llama-quantize", "--imatrix", matrix, *how)
+            self.llama("llama-quantize", "--imatrix", matrix, *self.unseen(), *how)
         return out
 
     def all(self):
