@@ -5,7 +5,7 @@ use super::division::shards;
 use super::experts_at::ExpertsAt;
 use super::layer::largest_mixture;
 use super::part::GpuPart;
-use super::request::Request;
+use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
 use super::weights::{
     self, TrellisCodes, WeightBytes, is_quantized, layer_bytes, stage_sizes, weight_bytes,
@@ -39,14 +39,14 @@ fn request<T>(
     kinds: Kinds<'_>,
     part: Option<GpuPart>,
     spec: &SessionSpec,
-    ask: impl FnOnce(Request<'_>) -> Result<T>,
+    ask: impl FnOnce(MemoryRequest<'_>) -> Result<T>,
 ) -> Result<T> {
     let info = &GpuInfo {
         multiprocessors: 132,
         shared_memory: 227 << 10,
         ..GpuInfo::default()
     };
-    ask(Request {
+    ask(MemoryRequest {
         info,
         together: MOST_WIDE_SEQUENCES,
         config: c,
@@ -61,15 +61,16 @@ fn request<T>(
     })
 }
 
-/// Bytes of GPU memory that a model whose matrices are of these kinds and a session of it will take,
-/// on a GPU whose steps take the most sequences.
+/// The [`Planner`](nq_runtime::interface::Planner) of GPUs whose steps take the most sequences.
 ///
 /// # Errors
 /// A weight that no kernel serves; a type of keys and values that the device does not support.
 pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
     let c = &served(c).config(c)?;
     let weights = weight_bytes(c, kinds, None, ExpertsAt::Gpu, None)?.held;
-    request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
+    request(c, kinds, None, spec, |r| {
+        MemoryRequest { weights, ..r }.plan()
+    })
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
@@ -111,7 +112,7 @@ pub fn placed(
             let split = r.split(None, free, bank, weights)?;
             let here = weight_bytes(whole, kinds, None, split.at, None)?;
             let wide = wide(spec).filter(|_| split.is_wide);
-            let memory = Request {
+            let memory = MemoryRequest {
                 weights: split.weights,
                 stage: split.stage,
                 session: wide.as_ref().or(r.session),
@@ -158,7 +159,7 @@ pub fn placed(
         let WeightBytes { held: weights, .. } =
             weight_bytes(shape, &kinds, None, ExpertsAt::Gpu, part)?;
         let memory = request(shape, &kinds, part, spec, |r| {
-            let wanted = Request { weights, ..r };
+            let wanted = MemoryRequest { weights, ..r };
             wanted.check(free)?;
             wanted.plan()
         })?;
@@ -185,7 +186,7 @@ fn chosen_bytes(c: &ModelConfig, kinds: Kinds<'_>, all: WeightBytes) -> Result<u
     Ok(experts / each * c.experts.map_or(0, |e| e.per_token))
 }
 
-/// Where [`Request::split`] leaves experts.
+/// Where [`MemoryRequest::split`] leaves experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PlacedExperts {
     pub(super) at: ExpertsAt,
@@ -219,7 +220,7 @@ pub(super) fn wide(spec: &SessionSpec) -> Option<SessionSpec> {
     (spec.slots == 1 && spec.max_rows >= usual && wide.max_rows > spec.max_rows).then_some(wide)
 }
 
-impl Request<'_> {
+impl MemoryRequest<'_> {
     /// The memory that the request takes.
     ///
     /// # Errors
@@ -254,7 +255,7 @@ impl Request<'_> {
     ) -> Result<PlacedExperts> {
         if let (None, Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
-            let request = Request {
+            let request = MemoryRequest {
                 weights: all,
                 ..*self
             };
@@ -266,11 +267,12 @@ impl Request<'_> {
                 Some(_) => free,
                 None => free - free / UNASKED,
             };
-            let most = |request: &Request<'_>| request.most_rooms(&experts, free, bank, &weights);
+            let most =
+                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, bank, &weights);
             let (rooms, wide) = (most(self)?, self.session.and_then(wide));
             let session = wide.as_ref().or(self.session);
             let fewer = match wide {
-                Some(_) => most(&Request { session, ..*self })?,
+                Some(_) => most(&MemoryRequest { session, ..*self })?,
                 None => 0,
             };
             let is_wide = fewer > 0 && fewer >= rooms - rooms / FOR_WIDE;
@@ -295,7 +297,7 @@ impl Request<'_> {
                 0 => ExpertsAt::Gpu,
                 layers => ExpertsAt::Cpu(layers),
             };
-            let request = Request {
+            let request = MemoryRequest {
                 weights: weights(at)?,
                 ..*self
             };
@@ -324,7 +326,7 @@ impl Request<'_> {
         let (mut low, mut high) = (0, stacked(experts));
         while high - low > 1 {
             let rooms = low.midpoint(high);
-            let request = Request {
+            let request = MemoryRequest {
                 weights: weights(ExpertsAt::Bank { rooms })?,
                 stage,
                 ..*self
@@ -345,7 +347,7 @@ impl Request<'_> {
     /// and what would fit.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]; errors of [`Request::plan`].
+    /// [`Error::DeviceMemory`]; errors of [`MemoryRequest::plan`].
     pub(super) fn check(&self, free: usize) -> Result<()> {
         let plan = self.plan()?;
         if plan.total() <= free {
@@ -394,7 +396,7 @@ impl Request<'_> {
                 drafts: DraftedBy::Nothing,
                 ..*spec
             };
-            let without = Request {
+            let without = MemoryRequest {
                 session: Some(&without),
                 ..*self
             };
@@ -402,7 +404,7 @@ impl Request<'_> {
                 ways.push("no drafts (--draft none)".into());
             }
         }
-        let four = Request {
+        let four = MemoryRequest {
             weights: self.config.parameters() / 8 * INT4_BITS,
             ..*self
         };
@@ -423,7 +425,7 @@ impl Request<'_> {
                 max_rows: spec.max_rows.min(ctx),
                 ..*spec
             };
-            let shorter = Request {
+            let shorter = MemoryRequest {
                 session: Some(&spec),
                 ..*self
             };
