@@ -6,10 +6,7 @@ use nq_formats::{Bits, Checkpoint};
 use nq_load::load;
 use nq_quantize::{Schemes, quantize_at_load};
 use nq_runtime::generate::rewind;
-use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,
-    SessionSpec,
-};
+use nq_runtime::{ActivationChoice, Chunk, DeviceChoice, LoadOptions, LogitsWanted, SessionSpec};
 use std::hint::black_box;
 
 const PROMPT: usize = 512;
@@ -44,11 +41,8 @@ fn end_to_end(c: &mut Criterion) {
         let spec = SessionSpec {
             slots: 1,
             ctx: PROMPT + 1,
-            pages: None,
-            kv: KvType::F16,
             max_rows: PROMPT,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
+            ..SessionSpec::default()
         };
         let mut session = engine.session(spec).expect("a small session");
         let vocab = engine.config().vocab_size as u32;

@@ -310,14 +310,14 @@ pub(crate) struct FileRow {
 }
 
 /// What is asked: a model of shape `config` in some use on a machine.
-pub(crate) struct Asked<'a> {
+pub(crate) struct FitQuestion<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) machine: &'a Machine,
     pub(crate) wanted: Use,
     pub(crate) beside: Beside,
 }
 
-impl Asked<'_> {
+impl FitQuestion<'_> {
     /// The session of one conversation in `nq chat`, or, for several, of the server.
     fn session(&self, kv: KvType) -> SessionSpec {
         let Use { context, clients } = self.wanted;
@@ -339,13 +339,20 @@ impl Asked<'_> {
         }
     }
 
-    /// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is
-    /// there.
+    /// Asks whether a server with so many `free` bytes, of which weights take some, gives each of its clients a whole context;
+    /// if it does not, says what is there.
     fn serves(
         &self,
         spec: &SessionSpec,
-        memory: impl Fn(&SessionSpec) -> Option<DeviceMemory>,
+        free: usize,
+        planned: impl Fn(&SessionSpec) -> nq_runtime::Result<DeviceMemory>,
     ) -> Result<SessionSpec, String> {
+        let weights = planned(spec).map_err(|e| e.to_string())?.weights;
+        let free = free.saturating_sub(weights);
+        let memory = |spec: &SessionSpec| {
+            let planned = planned(spec).ok()?;
+            Some(DeviceMemory { free, ..planned })
+        };
         let asked = Wanted {
             kv_memory: None,
             state_memory: None,
@@ -384,27 +391,23 @@ impl Asked<'_> {
         }
         match &self.machine.cards {
             Some(cards) => self.on_cards(&mut row, file, kv, cards)?,
-            None => self.on_cpu(&mut row, file, kv),
+            None => self.on_cpu(&mut row, file, kv)?,
         }
         Ok(row)
     }
 
-    fn on_cpu(&self, row: &mut FileRow, file: &FileKind, kv: KvType) {
+    fn on_cpu(&self, row: &mut FileRow, file: &FileKind, kv: KvType) -> anyhow::Result<()> {
         let (c, kinds, host) = (self.config, &*file.kinds, &self.machine.host);
+        let planner = nq_load::planner(false)?;
         let mut spec = self.session(kv);
         if self.wanted.clients > 1 {
-            let weights = plan::planned(c, kinds, &spec).weights;
-            let free = (host.free_bytes as usize).saturating_sub(weights);
-            let memory = |spec: &SessionSpec| {
-                let planned = plan::planned(c, kinds, spec);
-                Some(DeviceMemory { free, ..planned })
-            };
-            match self.serves(&spec, memory) {
+            let free = host.free_bytes as usize;
+            match self.serves(&spec, free, |spec| planner(c, kinds, spec)) {
                 Ok(served) => spec = served,
                 Err(why) => row.refuse(why),
             }
         }
-        row.takes(plan::planned(c, kinds, &spec));
+        row.takes(planner(c, kinds, &spec)?);
         let peak = plan::peak(c, kinds, WeightSource::Mapped, &spec);
         row.needed_bytes = plan::BASE + peak + self.beside.total();
         row.read_bytes = plan::bytes_per_token(c, kinds);
@@ -412,13 +415,14 @@ impl Asked<'_> {
             row.refuse("more memory than is free".into());
         }
         let Some(bandwidth) = host.read_gb_s.map(|b| 1e9 * b) else {
-            return;
+            return Ok(());
         };
         let weights = row.read_bytes;
         row.reaches(self, |kv| {
             speed::on_cpu(c, &file.codes, host.cores, (weights + kv) as f64, bandwidth)
         });
         row.prompt_tok_s = speed::prompt_on_cpu(c, &file.codes, host.cores).map(|s| s.tok_s);
+        Ok(())
     }
 
     fn on_cards(
@@ -429,11 +433,11 @@ impl Asked<'_> {
         cards: &Cards,
     ) -> anyhow::Result<()> {
         let (c, kinds, clients) = (self.config, &*file.kinds, self.wanted.clients);
-        let engine = gpu::sizes()?.engine;
+        let planner = nq_load::planner(true)?;
         let free = cards.free_bytes.saturating_sub(self.beside.total());
         let free = vec![free as usize; cards.count];
         let mut spec = self.session(kv);
-        let whole = match engine(c, kinds, &spec) {
+        let whole = match planner(c, kinds, &spec) {
             Ok(whole) => whole,
             Err(why) => {
                 row.refuse(why.to_string());
@@ -442,12 +446,7 @@ impl Asked<'_> {
         };
         // A server divides what the weights leave free.
         if let (2.., [one]) = (clients, &free[..]) {
-            let free = one.saturating_sub(whole.weights);
-            let memory = |spec: &SessionSpec| {
-                let planned = engine(c, kinds, spec).ok()?;
-                Some(DeviceMemory { free, ..planned })
-            };
-            match self.serves(&spec, memory) {
+            match self.serves(&spec, *one, |spec| planner(c, kinds, spec)) {
                 Ok(served) => spec = served,
                 Err(why) if c.experts.is_none() => row.refuse(why),
                 Err(_) => {} // some experts may go to the CPU
@@ -563,7 +562,7 @@ impl FileRow {
     }
 
     /// Speed, by bytes of keys and values that a token reads: of none, and of a conversation's whole context.
-    fn reaches(&mut self, asked: &Asked<'_>, decode: impl Fn(usize) -> Option<Computed>) {
+    fn reaches(&mut self, asked: &FitQuestion<'_>, decode: impl Fn(usize) -> Option<Computed>) {
         let first = decode(0);
         self.tok_s = first.map(|s| s.tok_s);
         self.tok_s_full = decode(self.kv_bytes / asked.wanted.clients).map(|s| s.tok_s);

@@ -15,9 +15,8 @@ use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
 use nq_runtime::interface::ExpertChoices;
 use nq_runtime::{
-    Batch, Chunk, Continuation, Detokenizer, DraftedBy, Engine, Generated, GenerationLimits,
-    KvType, LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec,
-    Tokenizer,
+    Batch, Chunk, Continuation, Detokenizer, Engine, Generated, GenerationLimits, KvType,
+    LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -120,11 +119,9 @@ impl BenchSpec {
         SessionSpec {
             slots: self.batch,
             ctx,
-            pages: None,
             kv: self.kv,
             max_rows: self.prompt_rows.min(self.batch * ctx).max(self.batch),
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
+            ..SessionSpec::default()
         }
     }
 

@@ -8,9 +8,7 @@ use crate::softmax;
 use crate::windows::{EvalSpec, LogitsRow, StageGuard, logit_rows};
 use nq_formats::{Progress, Unit};
 use nq_model::vision::ImageTokens;
-use nq_runtime::{
-    Chunk, DraftedBy, Engine, ImagePrompt, KvType, LogitsWanted, Session, SessionSpec,
-};
+use nq_runtime::{Chunk, Engine, ImagePrompt, KvType, LogitsWanted, Session, SessionSpec};
 
 /// A model, and texts with images as it sees them.
 #[derive(Clone, Copy)]
@@ -28,11 +26,9 @@ impl SeeingModel<'_> {
         Ok(self.engine.session(SessionSpec {
             slots: 1,
             ctx: spec.ctx,
-            pages: None,
             kv: self.kv,
             max_rows: spec.rows,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
+            ..SessionSpec::default()
         })?)
     }
 }

@@ -106,7 +106,7 @@ pub(crate) fn mean_and_se(samples: &[f64], window: usize) -> (f64, f64) {
 
 impl Evaluation {
     /// The standard errors of the quantiles of its KL divergence; 0 without a reference.
-    pub fn quantile_errors(&self) -> QuantileErrors {
+    pub(crate) fn quantile_errors(&self) -> QuantileErrors {
         let klds: Vec<f64> = self.pairs.iter().map(|p| p.kld).collect();
         let [median, p99, p999] = quantile_errors(&klds, self.scored.len(), [0.5, 0.99, 0.999]);
         QuantileErrors { median, p99, p999 }

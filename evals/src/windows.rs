@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::report::Protocol;
 use nq_formats::tokenizer::Around;
 use nq_formats::{Progress, Unit};
-use nq_runtime::{Chunk, DraftedBy, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
+use nq_runtime::{Chunk, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
 use std::ops::Range;
 
 /// Most bytes of one forward's logits. This limits the rows requested at once: 220 for
@@ -182,11 +182,9 @@ impl<'a> Plan<'a> {
         Ok(engine.session(SessionSpec {
             slots: self.slots,
             ctx: self.ctx,
-            pages: None,
             kv: self.kv,
             max_rows: self.rows,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
+            ..SessionSpec::default()
         })?)
     }
 

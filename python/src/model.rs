@@ -1,7 +1,7 @@
 //! A loaded model.
 
 use crate::error::{Error, to_python};
-use crate::question::{Question, Request, messages, wrong};
+use crate::question::{PromptArgument, Question, messages, wrong};
 use crate::stream::Stream;
 use crate::watch::{Reporter, watched};
 use nq_llm::{
@@ -281,7 +281,7 @@ impl PyModel {
     fn chat(
         &self,
         py: Python<'_>,
-        request: Request,
+        request: PromptArgument,
         settings: Settings,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
@@ -295,7 +295,12 @@ impl PyModel {
         })
     }
 
-    fn stream(&self, py: Python<'_>, request: Request, settings: Settings) -> PyResult<Stream> {
+    fn stream(
+        &self,
+        py: Python<'_>,
+        request: PromptArgument,
+        settings: Settings,
+    ) -> PyResult<Stream> {
         let question = Question::read(request)?;
         let chat = self.take_chat(py, settings)?;
         let held = Arc::clone(&self.held);

@@ -8,24 +8,24 @@ use std::ops::ControlFlow;
 
 /// What is asked for: a chat's messages as JSON, or the tokens of a text to continue.
 #[derive(FromPyObject)]
-pub(crate) enum Request {
+pub(crate) enum PromptArgument {
     #[pyo3(transparent)]
     Messages(String),
     #[pyo3(transparent)]
     Tokens(Vec<u32>),
 }
 
-/// [`Request`], read.
+/// [`PromptArgument`], read.
 pub(crate) enum Question {
     Messages(Vec<Message>),
     Tokens(Vec<u32>),
 }
 
 impl Question {
-    pub(crate) fn read(request: Request) -> PyResult<Self> {
+    pub(crate) fn read(request: PromptArgument) -> PyResult<Self> {
         Ok(match request {
-            Request::Messages(text) => Question::Messages(messages(&text)?),
-            Request::Tokens(tokens) => Question::Tokens(tokens),
+            PromptArgument::Messages(text) => Question::Messages(messages(&text)?),
+            PromptArgument::Tokens(tokens) => Question::Tokens(tokens),
         })
     }
 

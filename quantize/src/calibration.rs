@@ -10,9 +10,7 @@ use nq_formats::{Files, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_model::ModelConfig;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
-use nq_runtime::{
-    ChatTemplate, DraftedBy, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer,
-};
+use nq_runtime::{ChatTemplate, Engine, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
@@ -200,11 +198,8 @@ pub(crate) fn sample(
     let mut session = engine.session(SessionSpec {
         slots,
         ctx: length,
-        pages: None,
-        kv: KvType::F16,
         max_rows: slots.max(longest).max(SAMPLING_ROWS),
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..SessionSpec::default()
     })?;
     let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
     progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);

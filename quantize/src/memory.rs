@@ -19,7 +19,7 @@ use nq_kernels::registry::WeightKind;
 use nq_model::names::{self, EMBEDDING, Shape};
 use nq_model::{DType, Dims, ModelConfig, Product};
 use nq_runtime::weights::Kinds;
-use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec};
+use nq_runtime::{KvType, LayerWeights, SessionSpec};
 use serde::Serialize;
 
 /// Memory and disk space that a run needs, in bytes.
@@ -114,11 +114,8 @@ pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> Session
     SessionSpec {
         slots,
         ctx: SEQUENCE.min(c.max_position_embeddings),
-        pages: None,
-        kv: KvType::F16,
         max_rows,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..SessionSpec::default()
     }
 }
 

@@ -25,7 +25,7 @@ pub struct Schemes {
 }
 
 /// The sizes of groups that nq makes, besides whole rows.
-pub const GROUP_SIZES: [u32; 3] = [32, 64, 128];
+pub(crate) const GROUP_SIZES: [u32; 3] = [32, 64, 128];
 
 /// The group that commands call 32, 64, 128 or channel; `None` for other words.
 pub fn group_named(word: &str) -> Option<Group> {
@@ -39,7 +39,7 @@ pub fn group_named(word: &str) -> Option<Group> {
 }
 
 /// The scheme that `nq quantize` uses for Linears by default.
-pub const fn default_scheme(bits: Bits) -> AffineScheme {
+pub(crate) const fn default_scheme(bits: Bits) -> AffineScheme {
     match bits {
         Bits::B4 => AffineScheme::new(bits, Group::Size(64), Zeros::Integer),
         Bits::B8 => AffineScheme::new(bits, Group::Size(128), Zeros::None),

@@ -58,7 +58,7 @@ pub struct Encoder {
 }
 
 /// A text under way.
-struct Seat {
+struct EncodedText {
     slot: usize,
     text: usize,
     fed: usize,
@@ -137,7 +137,7 @@ impl Encoder {
             };
             self.session.forward(&[chunk], None)?;
         }
-        let (mut seats, mut next) = (VecDeque::<Seat>::new(), 0);
+        let (mut seats, mut next) = (VecDeque::<EncodedText>::new(), 0);
         while next < texts.len() || !seats.is_empty() {
             let waiting: usize = seats.iter().map(|s| texts[s.text].len() - s.fed).sum();
             let mut rows = waiting;
@@ -152,7 +152,7 @@ impl Encoder {
                 };
                 pages -= text.len().div_ceil(PAGE);
                 rows += text.len() - fed;
-                seats.push_back(Seat {
+                seats.push_back(EncodedText {
                     slot,
                     text: next,
                     fed,
@@ -180,7 +180,7 @@ impl Encoder {
     fn step(
         &mut self,
         texts: &[Vec<u32>],
-        seats: &mut [Seat],
+        seats: &mut [EncodedText],
         mut rows: usize,
     ) -> Result<Vec<Vec<f32>>> {
         let mut chunks = Vec::with_capacity(seats.len());

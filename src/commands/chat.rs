@@ -180,11 +180,10 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let spec = SessionSpec {
         slots: 1,
         ctx,
-        pages: None,
         kv: args.kv,
         max_rows: Device::choose(global.device)?.prompt_rows().min(ctx),
-        snapshots: None,
         drafts: draft::drafted_by(args.draft.as_ref(), draft.as_ref()),
+        ..SessionSpec::default()
     };
     // A drafter is loaded first: what it and a session of its own take of a GPU's memory is not there for the model.
     let load_drafts = |draft: &DraftWeights| {

@@ -2,7 +2,8 @@
 
 use crate::draft;
 use crate::fit::{
-    Asked, Beside, Cards, FileKind, FileRow, Host, Known, Machine, Use, best, cards, speed::Cores,
+    Beside, Cards, FileKind, FileRow, FitQuestion, Host, Known, Machine, Use, best, cards,
+    speed::Cores,
 };
 use crate::flags::{Global, parse_size};
 use crate::library::AdapterFile;
@@ -116,7 +117,7 @@ pub fn run(args: &FitArgs, global: &Global) -> anyhow::Result<ExitCode> {
         _ => FileKind::all(c)?,
     };
     let beside = beside(&shape, global, machine.cards.is_none())?;
-    let asked = Asked {
+    let asked = FitQuestion {
         config: c,
         machine: &machine,
         wanted,

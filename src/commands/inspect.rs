@@ -387,9 +387,9 @@ fn describe(
 fn blocks_on_gpu(checkpoint: &Checkpoint) -> Option<u64> {
     checkpoint.store().gguf_file()?;
     let config = checkpoint.config();
-    let engine = nq_load::gpu::sizes().ok()?.engine;
+    let planner = nq_load::planner(true).ok()?;
     let kinds = weight_kinds(config, checkpoint.store(), true).ok()?;
-    let planned = engine(config, &|name| kinds[name], &SessionSpec::of_one(1, 1)).ok()?;
+    let planned = planner(config, &|name| kinds[name], &SessionSpec::of_one(1, 1)).ok()?;
     Some(planned.weights as u64)
 }
 

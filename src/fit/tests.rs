@@ -56,7 +56,7 @@ fn row_beside(
     beside: Beside,
 ) -> FileRow {
     let config = &shape(preset);
-    let asked = Asked {
+    let asked = FitQuestion {
         config,
         machine,
         wanted,
@@ -178,7 +178,7 @@ fn bytes_of_the_table_of_speeds_are_what_plans_say() {
                 .unwrap()
                 .into_iter()
                 .find(|f| f.codes == row[2]);
-            let asked = Asked {
+            let asked = FitQuestion {
                 config: &c,
                 machine: &with("H200"),
                 wanted: ONE,

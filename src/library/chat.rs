@@ -65,11 +65,10 @@ impl Chat {
         let mut session = model.engine().session(SessionSpec {
             slots: 1,
             ctx,
-            pages: None,
             kv: model.kv(),
             max_rows: model.engine().description().prompt_rows().min(ctx),
-            snapshots: None,
             drafts: model.drafted_by(),
+            ..SessionSpec::default()
         })?;
         let drafts = model.speculation(session.as_mut())?;
         Ok(Chat {

@@ -5,7 +5,7 @@ use nq_formats::Task;
 use nq_kernels::pages::PAGE;
 use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
 use nq_runtime::rerank::{self, shared_beginning};
-use nq_runtime::{DraftedBy, Encoder, KvType, Row, SessionSpec};
+use nq_runtime::{Encoder, Row, SessionSpec};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,10 +21,8 @@ pub(crate) fn session_for_texts(ctx: usize, rows: usize) -> SessionSpec {
         ctx,
         // The longest text, or short ones in all slots.
         pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
-        kv: KvType::F16,
         max_rows: rows,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..SessionSpec::default()
     }
 }
 

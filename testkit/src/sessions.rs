@@ -3,8 +3,8 @@
 use nq_runtime::batch::decode;
 use nq_runtime::generate::{Generated, generate};
 use nq_runtime::{
-    Chunk, Continuation, DraftedBy, GenerationLimits, KvType, Logits, LogitsWanted, Observer,
-    Pages, Piece, Result, Sampler, Sequence, Session, SessionSpec, StepsAhead, Streams,
+    Chunk, Continuation, GenerationLimits, KvType, Logits, LogitsWanted, Observer, Pages, Piece,
+    Result, Sampler, Sequence, Session, SessionSpec, StepsAhead, Streams,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -16,11 +16,9 @@ pub fn session_spec(slots: usize, ctx: usize, kv: KvType, max_rows: usize) -> Se
     SessionSpec {
         slots,
         ctx,
-        pages: None,
         kv,
         max_rows,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..SessionSpec::default()
     }
 }
 

@@ -6,7 +6,7 @@ use crate::{
     NormSpec, Product, VectorRow,
 };
 
-pub use crate::streams::{Hyper, Indexer, Ngrams};
+pub use crate::streams::{Hyper, Indexer, Ngrams, StreamVerbs};
 
 /// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
 pub struct Layer<L, N> {
@@ -194,34 +194,11 @@ pub trait Verbs {
     /// do so themselves.
     fn norm(&mut self, norm: &Self::Vector) -> Result<(), Self::Error>;
 
-    /// Begins a block that reads several streams: weighs them, normalized with gains `norm` each, for the projections
-    /// that follow. What the block adds is kept until [`Verbs::inject`].
-    fn contract(
+    /// The operations of a residual of several streams.
+    #[expect(clippy::type_complexity, reason = "the types of these operations")]
+    fn streams(
         &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        hyper: &Hyper<Self::Linear>,
-    ) -> Result<(), Self::Error>;
-
-    /// Ends such a block: adds what it has added to each of the streams, times the stream's weight.
-    fn inject(&mut self, layer: usize) -> Result<(), Self::Error>;
-
-    /// Appends the keys of an indexer to the rows' sequences, and chooses the positions to which each row attends in
-    /// [`Verbs::attend`], which follows.
-    fn select(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        indexer: &Indexer<Self::Linear, Self::Vector>,
-    ) -> Result<(), Self::Error>;
-
-    /// Adds to all streams of `x` what the rows of a table of n-grams become. `x` was normalized by [`Verbs::norm`].
-    fn recall(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        ngrams: &Ngrams<Self::Linear, Self::Vector>,
-    ) -> Result<(), Self::Error>;
+    ) -> Result<&mut dyn StreamVerbs<Self::Linear, Self::Vector, Self::Error>, Self::Error>;
 
     /// Computes `norm(x) w^T`, behind [`Verbs::norm`] with the same gains.
     fn project(
@@ -580,13 +557,13 @@ impl<L, N> Layer<L, N> {
         for Block { norm, hyper, mixer } in &self.blocks {
             match hyper {
                 None => pass.norm(norm)?,
-                Some(hyper) => pass.contract(layer, norm, hyper)?,
+                Some(hyper) => pass.streams()?.contract(layer, norm, hyper)?,
             }
             match mixer {
                 Mix::Attention(attention) => {
                     pass.project(layer, norm, &attention.qkv, Projection::Mixer)?;
                     if let Some(indexer) = &attention.indexer {
-                        pass.select(layer, norm, indexer)?;
+                        pass.streams()?.select(layer, indexer)?;
                     }
                     pass.attend(layer, &attention.heads, &attention.o)?;
                     pass.add(layer, Operand::Attended, &attention.o)?;
@@ -602,10 +579,10 @@ impl<L, N> Layer<L, N> {
                     pass.add(layer, Operand::Gated, &mlp.down)?;
                 }
                 Mix::Experts(experts) => mix_experts(layer, norm, experts, pass)?,
-                Mix::Ngrams(ngrams) => pass.recall(layer, norm, ngrams)?,
+                Mix::Ngrams(ngrams) => pass.streams()?.recall(layer, ngrams)?,
             }
             if hyper.is_some() {
-                pass.inject(layer)?;
+                pass.streams()?.inject()?;
             }
         }
         pass.end_layer(layer)

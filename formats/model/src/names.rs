@@ -13,7 +13,7 @@ pub const EMBEDDING: &str = "model.embed_tokens";
 /// Final RMSNorm `[hidden]`.
 pub const NORM: &str = "model.norm";
 /// What reads the last layer's output of a residual of several streams, in place of [`NORM`].
-pub const MIXER: &str = "model.hyper_connection_mixer";
+pub(crate) const MIXER: &str = "model.hyper_connection_mixer";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 

@@ -1,4 +1,4 @@
-//! Weights of blocks that only residuals of several streams have, as a device holds them.
+//! Blocks that only residuals of several streams have: their weights as a device holds them, and their operations.
 
 use crate::forward::{Packed, VectorSpec};
 use crate::{HyperSpec, IndexerSpec, NgramsSpec, Product};
@@ -33,6 +33,26 @@ pub struct Ngrams<L, N> {
     pub conv_norm: N,
     /// The convolution's weights, `[streams hidden, taps]`.
     pub conv: N,
+}
+
+/// The operations of such blocks in a layer, beside [`Verbs`](crate::forward::Verbs): of weights `L`, vectors `N`.
+///
+/// # Errors
+/// Every operation returns errors of the device.
+pub trait StreamVerbs<L, N, E> {
+    /// Begins a block that reads several streams: weighs them, normalized with gains `norm` each, for the projections
+    /// that follow. What the block adds is kept until [`StreamVerbs::inject`].
+    fn contract(&mut self, layer: usize, norm: &N, hyper: &Hyper<L>) -> Result<(), E>;
+
+    /// Ends such a block: adds what it has added to each of the streams, times the stream's weight.
+    fn inject(&mut self) -> Result<(), E>;
+
+    /// Appends the keys of an indexer to the rows' sequences, and chooses the positions to which each row attends
+    /// next.
+    fn select(&mut self, layer: usize, indexer: &Indexer<L, N>) -> Result<(), E>;
+
+    /// Adds to all streams of `x` what the rows of a table of n-grams become. `x` is normalized.
+    fn recall(&mut self, layer: usize, ngrams: &Ngrams<L, N>) -> Result<(), E>;
 }
 
 impl<L> Hyper<L> {

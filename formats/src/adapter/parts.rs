@@ -234,7 +234,7 @@ impl View {
     /// `parts` of an adapter of this form, read as weights of a model of this shape are.
     pub(super) fn new(parts: &Parts, form: Form, config: &ModelConfig) -> Self {
         let over = |shapes_only: bool| -> Box<dyn WeightStore> {
-            let raw: Box<dyn WeightStore> = Box::new(Raw {
+            let raw: Box<dyn WeightStore> = Box::new(AdapterStore {
                 parts: parts.clone(),
                 shapes_only,
                 pairs: (form == Form::Gguf).then_some((config.architecture, config.head_dim)),
@@ -359,7 +359,7 @@ impl View {
 }
 
 /// Parts as weights of a file.
-struct Raw {
+struct AdapterStore {
     parts: Parts,
     /// Gives matrices without columns.
     shapes_only: bool,
@@ -367,7 +367,7 @@ struct Raw {
     pairs: Option<(&'static Architecture, usize)>,
 }
 
-impl Raw {
+impl AdapterStore {
     /// The values of `name` as a matrix of these dimensions, blank where the adapter says nothing.
     fn values(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
         let found = self.parts.all.get(name);
@@ -409,7 +409,7 @@ impl Raw {
     }
 }
 
-impl WeightStore for Raw {
+impl WeightStore for AdapterStore {
     fn format(&self) -> &'static str {
         "adapter"
     }

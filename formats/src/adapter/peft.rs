@@ -26,7 +26,7 @@ const WRAPPED: &str = ".base_layer";
 
 /// What a tensor is of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
+enum LoraTensor {
     /// `[rank, in]`
     A,
     /// `[out, rank]`
@@ -43,18 +43,18 @@ enum Part {
 }
 
 /// How PEFT names them. Older files have the adapter's name behind that.
-const PARTS: [(&str, Part); 7] = [
-    (".lora_A", Part::A),
-    (".lora_B", Part::B),
-    (".lora_embedding_A", Part::EmbeddingA),
-    (".lora_embedding_B", Part::EmbeddingB),
-    (".lora_magnitude_vector", Part::Magnitude),
-    (".token_adapter.trainable_tokens_delta", Part::Tokens),
-    (".modules_to_save", Part::Whole),
+const PARTS: [(&str, LoraTensor); 7] = [
+    (".lora_A", LoraTensor::A),
+    (".lora_B", LoraTensor::B),
+    (".lora_embedding_A", LoraTensor::EmbeddingA),
+    (".lora_embedding_B", LoraTensor::EmbeddingB),
+    (".lora_magnitude_vector", LoraTensor::Magnitude),
+    (".token_adapter.trainable_tokens_delta", LoraTensor::Tokens),
+    (".modules_to_save", LoraTensor::Whole),
 ];
 
 /// The module and the part that a tensor is: `base_model.model.MODULE.lora_A.weight`.
-fn part_of(tensor: &str) -> Option<(String, Part)> {
+fn part_of(tensor: &str) -> Option<(String, LoraTensor)> {
     let name = tensor.strip_prefix(PREFIX)?;
     for (called, part) in PARTS {
         let Some((module, behind)) = name.split_once(called) else {
@@ -66,7 +66,7 @@ fn part_of(tensor: &str) -> Option<(String, Part)> {
         return match (bias, part) {
             _ if !plain => None,
             (None, _) => Some((module.into(), part)),
-            (Some(_), Part::Whole) => Some((format!("{module}.bias"), part)),
+            (Some(_), LoraTensor::Whole) => Some((format!("{module}.bias"), part)),
             (Some(_), _) => None,
         };
     }
@@ -74,7 +74,7 @@ fn part_of(tensor: &str) -> Option<(String, Part)> {
     let plain = !module.contains("lora_") && !module.contains("_adapter.");
     // A parameter is called as its module, unless it is a bias.
     let called = module.strip_suffix(".weight").unwrap_or(&module);
-    plain.then(|| (called.into(), Part::Whole))
+    plain.then(|| (called.into(), LoraTensor::Whole))
 }
 
 /// Opens the adapter in the folder `path`.
@@ -132,7 +132,7 @@ pub(super) fn open(path: &Path) -> Result<Adapter> {
 }
 
 /// The parts of a module, each with its name in the file.
-type Module = BTreeMap<Part, (String, Tensor)>;
+type Module = BTreeMap<LoraTensor, (String, Tensor)>;
 
 /// What was read of an adapter so far.
 struct Read<'a> {
@@ -150,7 +150,7 @@ struct Read<'a> {
 impl Read<'_> {
     fn module(&mut self, module: &str, parts: &Module) -> Result<()> {
         let plain = module.replace(WRAPPED, "");
-        let experts = plain.ends_with(EXPERTS) && parts.contains_key(&Part::A);
+        let experts = plain.ends_with(EXPERTS) && parts.contains_key(&LoraTensor::A);
         // What PEFT calls it where patterns are compared with names.
         let called = match experts {
             true => format!("{plain}.{}", self.parameter(module, &plain, parts)?),
@@ -162,8 +162,8 @@ impl Read<'_> {
             None => None,
         };
         let dora = self.rule.dora && product.is_some();
-        match (dora, parts.get(&Part::Magnitude)) {
-            (true, Some(_)) if parts.contains_key(&Part::EmbeddingA) => {
+        match (dora, parts.get(&LoraTensor::Magnitude)) {
+            (true, Some(_)) if parts.contains_key(&LoraTensor::EmbeddingA) => {
                 let expected = "no magnitudes of an embedding, which nq does not merge".into();
                 return Err(self.error(module, expected, "some".into()));
             }
@@ -184,7 +184,7 @@ impl Read<'_> {
             self.sums
                 .insert(name.clone(), AdapterPart::Product(product));
         }
-        if let Some((tensor, values)) = parts.get(&Part::Tokens) {
+        if let Some((tensor, values)) = parts.get(&LoraTensor::Tokens) {
             let rows = self.rule.tokens(&called);
             if values.shape().len() != 2 || values.shape()[0] != rows.len() {
                 let expected = format!("a row for each of {} trainable_token_indices", rows.len());
@@ -195,7 +195,7 @@ impl Read<'_> {
             self.tokens
                 .insert(name.clone(), AdapterPart::Rows(rows, checked));
         }
-        if let Some((tensor, values)) = parts.get(&Part::Whole) {
+        if let Some((tensor, values)) = parts.get(&LoraTensor::Whole) {
             let values = AdapterPart::Whole(self.whole(tensor, values)?);
             self.whole.insert(name, values);
         }
@@ -215,7 +215,10 @@ impl Read<'_> {
     /// `A` `[rank, in]` and `B` `[out, rank]` of a module that has one of them.
     fn pair(&self, module: &str, parts: &Module) -> Result<Option<(Matrix, Matrix)>> {
         let read = |part| parts.get(&part).map(|t| Matrix::read(self.shards, t));
-        let pairs = [(Part::A, Part::B), (Part::EmbeddingA, Part::EmbeddingB)];
+        let pairs = [
+            (LoraTensor::A, LoraTensor::B),
+            (LoraTensor::EmbeddingA, LoraTensor::EmbeddingB),
+        ];
         let pairs = pairs.map(|(a, b)| (read(a).transpose(), read(b).transpose()));
         let [(a, b), (inputs, outputs)] = pairs;
         match (a?, b?, inputs?, outputs?) {
@@ -244,12 +247,12 @@ impl Read<'_> {
                     .get(&part)
                     .and_then(|(_, t)| t.shape().first().copied())
             };
-            (cols(Part::A), rows(Part::B))
+            (cols(LoraTensor::A), rows(LoraTensor::B))
         };
         let mut others = self.modules.iter();
         let other = others.find(|(m, parts)| {
             let same = m.as_str() != module && m.replace(WRAPPED, "") == plain;
-            same && parts.contains_key(&Part::A)
+            same && parts.contains_key(&LoraTensor::A)
         });
         let (inputs, outputs) = dims(parts);
         match other.map(|(_, parts)| dims(parts)) {

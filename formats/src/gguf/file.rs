@@ -298,7 +298,7 @@ fn alignment(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<u64> {
 }
 
 /// A tensor of the table before its position is checked.
-struct Raw {
+struct UncheckedTensor {
     name: String,
     kind: BlockType,
     shape: Vec<usize>,
@@ -306,7 +306,11 @@ struct Raw {
     offset: u64,
 }
 
-fn read_table(path: &Path, reader: &mut ValueReader<'_>, count: u64) -> Result<Vec<Raw>> {
+fn read_table(
+    path: &Path,
+    reader: &mut ValueReader<'_>,
+    count: u64,
+) -> Result<Vec<UncheckedTensor>> {
     let mut table = Vec::with_capacity(count as usize); // at most the file's length / MIN_TENSOR
     for i in 0..count {
         let name = reader.name(&format!("name of tensor {i}"))?;
@@ -354,7 +358,7 @@ fn read_table(path: &Path, reader: &mut ValueReader<'_>, count: u64) -> Result<V
             let expected = "dimensions that this machine can address".into();
             return Err(error(expected, format!("shape {shape:?}")));
         };
-        table.push(Raw {
+        table.push(UncheckedTensor {
             name,
             kind,
             shape,
@@ -371,7 +375,7 @@ fn read_table(path: &Path, reader: &mut ValueReader<'_>, count: u64) -> Result<V
 /// tensor takes differs from its size, its type or shape is wrong.
 fn check_layout(
     path: &Path,
-    mut table: Vec<Raw>,
+    mut table: Vec<UncheckedTensor>,
     alignment: u64,
     length: u64,
     file: u64,

@@ -239,7 +239,7 @@ impl Array {
     }
 
     /// An array of 32-bit floats.
-    pub fn of_f32s(values: &[f32]) -> Self {
+    pub(crate) fn of_f32s(values: &[f32]) -> Self {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         Array {
             element: kind::F32,
@@ -249,7 +249,7 @@ impl Array {
     }
 
     /// An array of truth values.
-    pub fn of_bools(values: &[bool]) -> Self {
+    pub(crate) fn of_bools(values: &[bool]) -> Self {
         let bytes: Vec<u8> = values.iter().map(|v| u8::from(*v)).collect();
         Array {
             element: kind::BOOL,

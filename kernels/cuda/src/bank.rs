@@ -151,7 +151,7 @@ impl LayerBank {
     }
 
     /// Bytes of an expert.
-    pub fn expert_bytes(&self) -> usize {
+    pub(crate) fn expert_bytes(&self) -> usize {
         self.layout.bytes
     }
 
@@ -208,7 +208,7 @@ impl LayerBank {
     ///
     /// # Errors
     /// [`Error::Shape`] if there is no such expert or room; errors of the driver.
-    pub fn move_in(&self, stream: &Stream, expert: usize, room: usize) -> Result<()> {
+    pub(crate) fn move_in(&self, stream: &Stream, expert: usize, room: usize) -> Result<()> {
         let bytes = self.layout.bytes;
         let at = |n: usize| n.saturating_mul(bytes);
         stream.write_locked(&self.rooms, at(room), &self.host, at(expert), bytes)
@@ -465,7 +465,7 @@ impl CountsRead {
     }
 
     /// True while a copy has not been taken.
-    pub fn is_queued(&self) -> bool {
+    pub(crate) fn is_queued(&self) -> bool {
         self.end.is_some()
     }
 

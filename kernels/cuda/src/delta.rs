@@ -161,7 +161,7 @@ impl DeviceStates {
     }
 
     /// True if rows of steps can be taken back.
-    pub fn keeps_rows(&self) -> bool {
+    pub(crate) fn keeps_rows(&self) -> bool {
         self.shape.kept > 0
     }
 

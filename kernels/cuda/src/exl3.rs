@@ -8,14 +8,14 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::{SPAN, Stack, TILE as RECORD_ROWS};
-use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput, Shares};
-use super::trellis::room::{GROUPS, TrellisRoom, grouped, octagon_bytes};
-use super::trellis::{MOST_INPUTS, THREADS, exl3_inputs, rows_shared_of};
+use super::product::{Epilogue, PlannedRows, Product, ProductOutput, Shares};
+use super::trellis::exl3_inputs;
+use super::trellis::room::{GROUPS, grouped};
+use super::trellis::rows::CodedProduct;
 use crate::cuda::exl3_expand::{EXL3_WARPS, EXPANDED_ROW, Exl3ExpandArgs};
-use crate::cuda::trellis_inputs::TrellisInputsArgs;
 use crate::cuda::trellis_rows::TrellisRowsArgs;
 use nq_formats::exl3::TILE;
-use nq_formats::trellis::{BLOCK, LANES, STRIP, TILE as COLUMNS, word_place};
+use nq_formats::trellis::{Code, LANES, STRIP, TILE as COLUMNS, word_place};
 use nq_formats::{Exl3Code, Exl3Weight, QuantizedWeight, Weight};
 use nq_kernels::{Error, Result};
 use nq_model::Dims;
@@ -210,18 +210,6 @@ impl PartOperand<'_> {
     }
 }
 
-/// Where a part's product goes.
-#[derive(Clone, Copy)]
-struct PartOutput {
-    epilogue: Epilogue,
-    /// Outputs of a row of x.
-    rows: usize,
-    y: Address,
-    half: Address,
-    best: Address,
-    gate: Address,
-}
-
 impl Stream {
     /// A product with a weight in EXL3's codes. More rows of FP16 than the stream has room for are multiplied by values of
     /// FP16.
@@ -232,7 +220,7 @@ impl Stream {
         output: ProductOutput<'_>,
     ) -> Result<()> {
         let room = self.trellis_room(&p.o)?;
-        if matches!(p.asked, Asked::Many(_)) && p.m > room.sizes.rows {
+        if matches!(p.asked, PlannedRows::Many(_)) && p.m > room.sizes.rows {
             return self.exl3_many(p, w, output);
         }
         let shares = Shares {
@@ -247,137 +235,48 @@ impl Stream {
         if to.epilogue == Epilogue::Head && w.parts.len() > 1 {
             return p.o.refuse("a head", "one weight", "several");
         }
-        let whole = PartOutput {
-            epilogue: to.epilogue,
-            rows: p.w.rows(),
-            y: to.y,
-            half: to.half,
-            best: to.best,
-            gate: Address::NULL,
-        };
         for (i, part) in w.parts.iter().enumerate() {
-            let own = match w.gated {
-                false => whole,
-                true => {
-                    let gate = p.o.of("the gate", &room.gate, &[p.m, to.width])?;
-                    match i {
-                        0 => PartOutput {
-                            epilogue: Epilogue::Store,
-                            rows: to.width,
-                            y: gate,
-                            half: Address::NULL,
-                            ..whole
-                        },
-                        _ => PartOutput { gate, ..whole },
-                    }
-                }
+            let operand = PartOperand { w: p.w, part };
+            let mut args = TrellisRowsArgs {
+                words: operand.words(&p.o)?,
+                row_scales: operand.output_scales(&p.o)?,
+                places: p.o.of("places", &part.places, &[part.strips])?,
+                scales: operand.input_scales(&p.o)?,
+                out: to.y,
+                half: to.half,
+                best: to.best,
+                rows: p.w.rows() as i32,
+                strips: part.strips as i32,
+                epilogue: to.epilogue as i32,
+                bytes: i32::from(part.code == Exl3Code::Mul1),
+                multiplier: part.code.multiplier(),
+                addend: part.code.addend(),
+                ..TrellisRowsArgs::default()
             };
-            let holds_dependents = p.holds_dependents && i == 0;
+            if w.gated {
+                args.gate = p.o.of("the gate", &room.gate, &[p.m, to.width])?;
+                if i == 0 {
+                    (args.out, args.gate) = (args.gate, Address::NULL);
+                    (args.half, args.rows) = (Address::NULL, to.width as i32);
+                    args.epilogue = Epilogue::Store as i32;
+                }
+            }
+            let instances = EXL3_ROWS.row.instances.len() / GROUPS.len();
+            let coded = CodedProduct {
+                prepare: exl3_inputs(),
+                multiply: EXL3_ROWS.instance(grouped(p.m).1 * instances + operand.index()),
+                code: Code::Octagon,
+                unit: unit_bytes(part.bits),
+                together: 1,
+                args,
+            };
             let p = Product {
-                holds_dependents,
+                holds_dependents: p.holds_dependents && i == 0,
                 ..*p
             };
-            self.exl3_rows(&p, &PartOperand { w: p.w, part }, &to, own)?;
+            self.coded_rows(&p, &to, coded)?;
         }
         Ok(())
-    }
-
-    /// The product of a part: two kernels, of which the first prepares the inputs. One row that fits in shared memory needs the
-    /// second alone.
-    fn exl3_rows(
-        &self,
-        p: &Product<'_>,
-        w: &PartOperand<'_>,
-        norm: &OutputAddresses<'_>,
-        to: PartOutput,
-    ) -> Result<()> {
-        let (o, m, inputs) = (&p.o, p.m, p.w.inputs());
-        let room: &TrellisRoom = self.trellis_room(o)?;
-        o.at_least("rows", 1, m)?;
-        o.at_most("rows", room.sizes.rows, m)?;
-        o.multiple("inputs", BLOCK, inputs)?;
-        o.at_most("inputs", MOST_INPUTS, inputs)?;
-        let (groups, which) = grouped(m);
-        let group = GROUPS[which];
-        let padded = inputs.next_multiple_of(SPAN);
-        let (full, half) = match p.x {
-            Inputs::Full(_) => (p.x()?, Address::NULL),
-            Inputs::Half(_) => (Address::NULL, p.x()?),
-            Inputs::Prepared => return o.refuse("x", "rows", "columns"),
-        };
-        let digits = [groups, octagon_bytes(group, inputs)];
-        let mut digits = o.of("digits", &room.digits, &digits)?;
-        let mut steps = o.of("steps", &room.steps, &[groups, group])?;
-        let (gain, scales, eps) = (norm.gain(o, inputs)?, w.input_scales(o)?, norm.eps());
-        // Of one row the blocks of the product prepare it themselves, where there is room for it.
-        let has_room = o.gpu().info().shared_memory;
-        let mut shared = rows_shared_of(unit_bytes(w.part.bits), which);
-        let with_row = shared + inputs * size_of::<f32>();
-        let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && with_row <= has_room;
-        if owns {
-            shared = with_row;
-            (digits, steps) = (Address::NULL, Address::NULL);
-        } else {
-            let args = TrellisInputsArgs {
-                x: full,
-                half,
-                gain,
-                scales,
-                digits,
-                steps,
-                m: m as i32,
-                inputs: inputs as i32,
-                padded: padded as i32,
-                group: group as i32,
-                eps,
-                holds_dependents: i32::from(p.holds_dependents),
-            };
-            // `trellis_inputs.cu`: a row, padded against bank conflicts.
-            let row = inputs * 5 + 256;
-            o.at_most("bytes of a row of x", has_room, row)?;
-            let shape = LaunchShape::new([m, 1, 1], 512).shared(row).overlapping();
-            // SAFETY: the operands were checked.
-            unsafe { self.launch(exl3_inputs(), shape, &args)? };
-        }
-        let (strips, tiles) = (w.part.strips, inputs / COLUMNS);
-        // Blocks whose warps have not one unit each would only add parts.
-        let blocks = (strips * tiles)
-            .div_ceil(THREADS[which] / LANES)
-            .clamp(1, o.gpu().info().multiprocessors);
-        let args = TrellisRowsArgs {
-            words: w.words(o)?,
-            row_scales: w.output_scales(o)?,
-            places: o.of("places", &w.part.places, &[strips])?,
-            digits,
-            steps,
-            x: if owns { full } else { Address::NULL },
-            gain,
-            scales,
-            out: to.y,
-            half: to.half,
-            best: to.best,
-            parts: o.of("parts", &room.parts, &[groups, blocks * 2, STRIP, group])?,
-            gate: to.gate,
-            m: m as i32,
-            rows: to.rows as i32,
-            strips: strips as i32,
-            tiles: tiles as i32,
-            padded: (to.rows / 2).next_multiple_of(SPAN) as i32,
-            epilogue: to.epilogue as i32,
-            eps,
-            // Otherwise the kernel before held its dependents already.
-            holds_dependents: i32::from(p.holds_dependents && owns),
-            bytes: i32::from(w.part.code == Exl3Code::Mul1),
-            multiplier: w.part.code.multiplier(),
-            addend: w.part.code.addend(),
-            padding: [0; 1],
-        };
-        let shape = LaunchShape::new([blocks, groups, 1], THREADS[which])
-            .shared(shared)
-            .overlapping();
-        let instance = EXL3_ROWS.instance(which * EXL3_ROWS.row.instances.len() / 2 + w.index());
-        // SAFETY: the operands were checked.
-        unsafe { self.launch(instance, shape, &args) }
     }
 
     /// A product of more rows: the values of all parts become FP16.

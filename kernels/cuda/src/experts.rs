@@ -6,7 +6,7 @@ use super::kernel::{Instance, kernels, kind_index, names};
 use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
-use super::product::{Asked, Epilogue, Norm};
+use super::product::{Epilogue, Norm, PlannedRows};
 use crate::cuda::choose;
 use crate::cuda::experts::ExpertsArgs;
 use crate::cuda::gemv::GemvArgs;
@@ -136,7 +136,7 @@ impl Stream {
             spans: launch.spans,
         };
         let chosen_bytes = CHOSEN_BYTES;
-        let asked = Asked::Experts { m, chosen_bytes };
+        let asked = PlannedRows::Experts { m, chosen_bytes };
         let ProductPlan::Row(plan) = ProductPlan::checked(o, shape, asked)? else {
             unreachable!("experts of a row are planned as one row");
         };

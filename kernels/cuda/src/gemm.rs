@@ -6,8 +6,8 @@ use super::kernel::{kernels, names};
 use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::product::{
-    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, Product, ProductOutput, RowBlocks,
-    boxes, cheapest,
+    Epilogue, Inputs, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
+    RowBlocks, boxes, cheapest,
 };
 use crate::cuda::gemm::{GemmArgs, LARGE_ROOM, SMALL_ROOM};
 use crate::cuda::gemm_wgmma::WgmmaArgs;
@@ -346,7 +346,7 @@ impl Stream {
         output: GemmOutput<'_>,
         m: usize,
     ) -> Result<()> {
-        let (o, asked) = (self.operands("gemm"), Asked::Many(RowBlocks::Of(m)));
+        let (o, asked) = (self.operands("gemm"), PlannedRows::Many(RowBlocks::Of(m)));
         let p = Product::new(o, w, Inputs::Half(x), m, asked);
         self.multiply(p, output.into())
     }

@@ -7,8 +7,8 @@ use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN};
 use super::partial_sums::{MOST_PARTS, PartialSums};
 use super::product::{
-    Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, boxes,
-    cheapest,
+    Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
+    boxes, cheapest,
 };
 use crate::cuda::gemm_step::{GemmStepArgs, MOST_STAGES};
 use crate::cuda::norm_step::NormStepArgs;
@@ -193,7 +193,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let parted = matches!(output, StepOutput::Parts(_));
-        let (o, asked) = (self.operands("gemm_step"), Asked::Step(m, parted));
+        let (o, asked) = (self.operands("gemm_step"), PlannedRows::Step(m, parted));
         let p = Product::new(o, w, Inputs::Half(x), m, asked);
         self.multiply(p, output.into())
     }

@@ -5,7 +5,8 @@ use super::kernel::{Instance, kernels, kind_index, names};
 use super::linear::{DeviceLinear, PackedShape};
 use super::pack::PackedKind;
 use super::product::{
-    Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, cheapest,
+    Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
+    cheapest,
 };
 use crate::cuda::gemv::GemvArgs;
 pub(super) use crate::cuda::gemv::WARPS as GEMV_WARPS;
@@ -171,7 +172,7 @@ impl Stream {
         holds_dependents: bool,
     ) -> Result<()> {
         let head = matches!(output, GemvOutput::Head(..));
-        let asked = Asked::Row { head };
+        let asked = PlannedRows::Row { head };
         let p = Product::new(self.operands("gemv"), w, Inputs::Full(x), 1, asked);
         self.multiply(
             Product {

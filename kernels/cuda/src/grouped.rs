@@ -9,7 +9,7 @@ use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
-use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
+use super::product::{Inputs, PlannedRows, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
 use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs, StageArgs};
 use crate::cuda::places::ExpertPlaces;
@@ -105,7 +105,7 @@ impl GroupedRows {
     }
 
     /// Gives it stacks for experts in banks, without which it takes none.
-    pub fn set_stage(&mut self, stage: &ExpertStage) {
+    pub(crate) fn set_stage(&mut self, stage: &ExpertStage) {
         self.stage = Some(stage.share());
     }
 
@@ -151,7 +151,7 @@ impl Stream {
         let o = self.operands("gemm_experts");
         o.multiple("rows of the stack", experts * TILE, w.rows())?;
         let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
-        let asked = Asked::Many(RowBlocks::Sorted {
+        let asked = PlannedRows::Many(RowBlocks::Sorted {
             columns,
             rows: block_rows,
         });

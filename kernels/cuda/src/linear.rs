@@ -277,7 +277,7 @@ impl DeviceLinear {
     }
 
     /// The layer's bank, likewise.
-    pub fn layer_bank(&self) -> Option<&LayerBank> {
+    pub(crate) fn layer_bank(&self) -> Option<&LayerBank> {
         self.bank.as_ref().map(|half| &*half.layer)
     }
 

@@ -9,7 +9,7 @@ use super::gemm_step::{StepPlan, check_wide};
 use super::gemv::GemvPlan;
 use super::linear::PackedShape;
 use super::pack::SPAN;
-use super::product::{Asked, Product, ProductOutput, Shares};
+use super::product::{PlannedRows, Product, ProductOutput, Shares};
 use nq_kernels::Result;
 
 /// The kernel of a product, and how it is cut.
@@ -28,31 +28,31 @@ pub(super) enum ProductPlan {
 
 impl ProductPlan {
     /// `None` if no kernel has room for the product.
-    pub(super) fn new(gpu: &Gpu, w: PackedShape, asked: Asked) -> Result<Option<Self>> {
+    pub(super) fn new(gpu: &Gpu, w: PackedShape, asked: PlannedRows) -> Result<Option<Self>> {
         let info = gpu.info();
         Ok(match asked {
-            Asked::Row { head } => {
+            PlannedRows::Row { head } => {
                 GemvPlan::new(info, info.multiprocessors, &w, head, 0).map(ProductPlan::Row)
             }
-            Asked::Columns(m) => match RowsPlan::new(gpu, &w, m)? {
+            PlannedRows::Columns(m) => match RowsPlan::new(gpu, &w, m)? {
                 Some(plan) => Some(ProductPlan::Rows(plan)),
                 None => GroupsPlan::new(info, &w, m).map(ProductPlan::Groups),
             },
-            Asked::Step(m, parted) => {
+            PlannedRows::Step(m, parted) => {
                 let plan = StepPlan::new(info.multiprocessors, m, &w, parted);
                 Some(ProductPlan::Step(plan))
             }
-            Asked::Experts { m, chosen_bytes } => {
+            PlannedRows::Experts { m, chosen_bytes } => {
                 // Rows share the multiprocessors.
                 let own = (info.multiprocessors / m).max(1);
                 GemvPlan::new(info, own, &w, false, chosen_bytes).map(ProductPlan::Row)
             }
-            Asked::Many(blocks) => ManyRowsPlan::new(gpu, &w, blocks).map(ProductPlan::Many),
+            PlannedRows::Many(blocks) => ManyRowsPlan::new(gpu, &w, blocks).map(ProductPlan::Many),
         })
     }
 
     /// As [`ProductPlan::new`]; where there is no room, an error that names the device.
-    pub(super) fn checked(o: &Operands<'_>, w: PackedShape, asked: Asked) -> Result<Self> {
+    pub(super) fn checked(o: &Operands<'_>, w: PackedShape, asked: PlannedRows) -> Result<Self> {
         let info = o.gpu().info();
         match ProductPlan::new(o.gpu(), w, asked)? {
             Some(plan) => Ok(plan),
@@ -90,11 +90,11 @@ impl Product<'_> {
     fn check(&self) -> Result<()> {
         let (o, w, m) = (&self.o, self.w, self.m);
         match (self.asked, self.columns) {
-            (Asked::Row { .. }, _) => o.multiple("inputs", 8, w.inputs()),
-            (Asked::Columns(_), Some(columns)) => columns.check(o, w, m),
-            (Asked::Columns(_), None) => o.refuse("columns", "memory for them", "none"),
-            (Asked::Step(..), _) => check_wide(o, m),
-            (Asked::Many(_) | Asked::Experts { .. }, _) => Ok(()),
+            (PlannedRows::Row { .. }, _) => o.multiple("inputs", 8, w.inputs()),
+            (PlannedRows::Columns(_), Some(columns)) => columns.check(o, w, m),
+            (PlannedRows::Columns(_), None) => o.refuse("columns", "memory for them", "none"),
+            (PlannedRows::Step(..), _) => check_wide(o, m),
+            (PlannedRows::Many(_) | PlannedRows::Experts { .. }, _) => Ok(()),
         }
     }
 }

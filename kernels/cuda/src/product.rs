@@ -36,7 +36,7 @@ pub(super) struct Product<'a> {
     pub(super) w: &'a DeviceLinear,
     pub(super) x: Inputs<'a>,
     pub(super) m: usize,
-    pub(super) asked: Asked,
+    pub(super) asked: PlannedRows,
     /// Of kernels that read columns.
     pub(super) columns: Option<&'a Columns>,
     /// Keeps the next kernel (a programmatic dependent launch) from starting before the previous one has ended.
@@ -130,7 +130,7 @@ pub(super) fn cheapest<T>(all: impl Iterator<Item = (f64, T)>) -> Option<T> {
 
 /// The rows that a plan is for, and what their kernels read.
 #[derive(Clone, Copy)]
-pub(super) enum Asked {
+pub(super) enum PlannedRows {
     /// A row in f32; of a head or not.
     Row { head: bool },
     /// Up to 16 rows in columns.
@@ -149,7 +149,7 @@ impl<'a> Product<'a> {
         w: &'a DeviceLinear,
         x: Inputs<'a>,
         m: usize,
-        asked: Asked,
+        asked: PlannedRows,
     ) -> Self {
         Product {
             o,

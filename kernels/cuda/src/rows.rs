@@ -225,7 +225,12 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
-    pub fn convert_rows(&self, x: &Buffer<f32>, out: &RowsOut<'_>, dims: Dims) -> Result<()> {
+    pub(crate) fn convert_rows(
+        &self,
+        x: &Buffer<f32>,
+        out: &RowsOut<'_>,
+        dims: Dims,
+    ) -> Result<()> {
         let (m, width) = dims.pair();
         self.copy_normed(x, None, None, width, out, m)
     }

@@ -5,6 +5,7 @@
 //! integers; for more, the weights' values become FP16, a product at a time, and other kernels multiply them.
 
 pub(super) mod room;
+pub(super) mod rows;
 pub(super) mod stack;
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
@@ -12,37 +13,27 @@ use super::exl3::Exl3Parts;
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
-use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput, Shares};
+use super::product::{
+    Epilogue, Inputs, OutputAddresses, PlannedRows, Product, ProductOutput, Shares,
+};
 use crate::cuda::trellis_expand::{EXPAND_WARPS, TrellisEmbedArgs, TrellisExpandArgs};
 use crate::cuda::trellis_inputs::{TrellisInputsArgs, TrellisTurnArgs};
-use crate::cuda::trellis_rows::{ROWS_SHARED, TrellisRowsArgs};
+use crate::cuda::trellis_rows::TrellisRowsArgs;
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
-use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TrellisScheme};
+use nq_formats::trellis::{Code, LANES, STRIP, TrellisScheme};
 use nq_kernels::Result;
 use nq_model::Dims;
-use room::{GROUPS, TrellisRoom, digit_bytes, grouped};
+use room::{TrellisRoom, grouped};
+use rows::CodedProduct;
 use stack::TrellisParts;
 
 /// Most rows that are multiplied by codes as they are.
 pub const MOST_ROWS: usize = 64;
-/// Threads of the kernels of products, by group.
-pub(super) const THREADS: [usize; 2] = [512, 256];
-/// Most inputs of a product: the sum of their digits has 32 bits.
-pub(super) const MOST_INPUTS: usize = 32_768;
 
 /// Weights of a product `[rows, inputs]` as packed FP16 values: rows padded to whole tiles, inputs to whole spans.
 pub fn packed_weights(rows: usize, inputs: usize) -> usize {
     rows.next_multiple_of(TILE) * inputs.next_multiple_of(SPAN)
-}
-
-/// Shared memory of a product, without the row of x of which it makes digits itself: `RowsOf::ROW` of
-/// `cuda/trellis_rows.cuh`. `unit`: bytes of a tile of a strip.
-pub(super) fn rows_shared_of(unit: usize, which: usize) -> usize {
-    let (group, warps) = (GROUPS[which], THREADS[which] / LANES);
-    let end = (warps / 2 + 2) * STRIP * group * size_of::<f32>() + 1024;
-    let stages = ((ROWS_SHARED - end) / (warps * unit)).min(4);
-    stages * warps * unit + end
 }
 
 macro_rules! codes {
@@ -223,7 +214,7 @@ impl Stream {
         output: ProductOutput<'_>,
     ) -> Result<()> {
         let operand = Operand { w: p.w, parts };
-        if matches!(p.asked, Asked::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
+        if matches!(p.asked, PlannedRows::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
             return self.trellis_many(p, &operand, output);
         }
         let shares = Shares {
@@ -234,115 +225,38 @@ impl Stream {
         self.trellis_rows(p, &operand, &to)
     }
 
-    /// A product of up to [`MOST_ROWS`] rows: two kernels, of which the first makes digits of the inputs. One row that
-    /// fits in shared memory needs the second alone.
     fn trellis_rows(
         &self,
         p: &Product<'_>,
         w: &Operand<'_>,
         to: &OutputAddresses<'_>,
     ) -> Result<()> {
-        let (o, m) = (&p.o, p.m);
-        let room = self.trellis_room(o)?;
-        let (inputs, strips, code) = (w.inputs(), w.parts.strips, w.parts.scheme.code());
-        o.at_least("rows", 1, m)?;
-        o.at_most("rows", room.sizes.rows, m)?;
-        o.multiple("inputs", BLOCK, inputs)?;
-        o.at_most("inputs", MOST_INPUTS, inputs)?;
-        let paired = w.parts.paired;
-        if (to.epilogue == Epilogue::Silu) != paired {
-            return o.refuse(
-                "a weight",
-                "gate and up for their epilogue alone",
-                "another",
-            );
+        let (o, parts, code) = (&p.o, w.parts, w.parts.scheme.code());
+        if (to.epilogue == Epilogue::Silu) != parts.paired {
+            let expected = "gate and up for their epilogue alone";
+            return o.refuse("a weight", expected, "another");
         }
-        let (groups, which) = grouped(m);
-        let group = GROUPS[which];
-        let padded = inputs.next_multiple_of(SPAN);
-        let (full, half) = match p.x {
-            Inputs::Full(_) => (p.x()?, Address::NULL),
-            Inputs::Half(_) => (Address::NULL, p.x()?),
-            Inputs::Prepared => return o.refuse("x", "rows", "columns"),
+        let coded = CodedProduct {
+            prepare: TRELLIS_INPUTS.instance(usize::from(code == Code::Octagon)),
+            multiply: w.instance(&TRELLIS_ROWS, grouped(p.m).1),
+            code,
+            unit: unit_bytes(parts.scheme),
+            together: if parts.paired { 2 } else { 1 },
+            args: TrellisRowsArgs {
+                words: w.words(o)?,
+                row_scales: w.row_scales(o)?,
+                places: w.places(o)?,
+                scales: w.input_scales(o)?,
+                out: to.y,
+                half: to.half,
+                best: to.best,
+                rows: w.w.rows() as i32,
+                strips: parts.strips as i32,
+                epilogue: to.epilogue as i32,
+                ..TrellisRowsArgs::default()
+            },
         };
-        let mut digits = o.of(
-            "digits",
-            &room.digits,
-            &[groups, digit_bytes(code, group, inputs)],
-        )?;
-        let mut steps = o.of("steps", &room.steps, &[groups, group])?;
-        let (gain, scales, eps) = (to.gain(o, inputs)?, w.input_scales(o)?, to.eps());
-        // Of one row the blocks of the product make digits themselves, where there is room for it.
-        let has_room = o.gpu().info().shared_memory;
-        let mut shared = rows_shared_of(unit_bytes(w.parts.scheme), which);
-        let with_row = shared + inputs * size_of::<f32>();
-        let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && with_row <= has_room;
-        if owns {
-            shared = with_row;
-            (digits, steps) = (Address::NULL, Address::NULL);
-        } else {
-            let args = TrellisInputsArgs {
-                x: full,
-                half,
-                gain,
-                scales,
-                digits,
-                steps,
-                m: m as i32,
-                inputs: inputs as i32,
-                padded: padded as i32,
-                group: group as i32,
-                eps,
-                holds_dependents: i32::from(p.holds_dependents),
-            };
-            // `trellis_inputs.cu`: a row, padded against bank conflicts.
-            let row = inputs * 5 + 256;
-            o.at_most("bytes of a row of x", has_room, row)?;
-            let shape = LaunchShape::new([m, 1, 1], 512).shared(row).overlapping();
-            let prepare = TRELLIS_INPUTS.instance(usize::from(code == Code::Octagon));
-            // SAFETY: the operands were checked.
-            unsafe { self.launch(prepare, shape, &args)? };
-        }
-        let of_super = if paired { 2 } else { 1 };
-        // Blocks whose warps have not one unit each would only add parts.
-        let units = strips * (inputs / COLUMNS);
-        let blocks = units
-            .div_ceil(THREADS[which] / LANES)
-            .clamp(1, o.gpu().info().multiprocessors);
-        let args = TrellisRowsArgs {
-            words: w.words(o)?,
-            row_scales: w.row_scales(o)?,
-            places: w.places(o)?,
-            digits,
-            steps,
-            x: if owns { full } else { Address::NULL },
-            gain,
-            scales,
-            out: to.y,
-            half: to.half,
-            best: to.best,
-            parts: o.of(
-                "parts",
-                &room.parts,
-                &[groups, blocks * 2, of_super * STRIP, group],
-            )?,
-            gate: Address::NULL,
-            m: m as i32,
-            rows: w.w.rows() as i32,
-            strips: strips as i32,
-            tiles: (inputs / COLUMNS) as i32,
-            padded: (w.w.rows() / 2).next_multiple_of(SPAN) as i32,
-            epilogue: to.epilogue as i32,
-            eps,
-            // Otherwise the kernel before held its dependents already.
-            holds_dependents: i32::from(p.holds_dependents && owns),
-            ..TrellisRowsArgs::default()
-        };
-        let shape = LaunchShape::new([blocks, groups, 1], THREADS[which])
-            .shared(shared)
-            .overlapping();
-        // SAFETY: the operands were checked.
-        unsafe { self.launch(w.instance(&TRELLIS_ROWS, which), shape, &args) }
+        self.coded_rows(p, to, coded)
     }
 
     /// A product of more rows: the values of the weights become FP16, and the inputs are transformed.

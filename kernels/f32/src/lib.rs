@@ -24,8 +24,8 @@ pub use whole::{Columns, SplitQueries, WholeHeads, multiply_beside};
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use nq_model::forward::{
-    Delta, DeltaParameters, Experts, HeadVectors, Hyper, Indexer, Layer, Ngrams, Operand, Packed,
-    Projection, Shared, Verbs,
+    Delta, DeltaParameters, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared,
+    StreamVerbs, Verbs,
 };
 use nq_model::{Dims, LinearKind, LinearSpec, ModelConfig, Product};
 use nq_runtime::states::{delta_shape, shape_of};
@@ -441,19 +441,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         Ok(ops.copy((from, 0), (to, 0), rows * hidden)?)
     }
 
-    fn contract(&mut self, _layer: usize, _norm: &G, _hyper: &Hyper<Vec<M>>) -> Result<()> {
-        Err(Error::no_streams("a forward in full precision"))
-    }
-
-    fn inject(&mut self, _layer: usize) -> Result<()> {
-        Err(Error::no_streams("a forward in full precision"))
-    }
-
-    fn select(&mut self, _layer: usize, _norm: &G, _indexer: &Indexer<Vec<M>, G>) -> Result<()> {
-        Err(Error::no_streams("a forward in full precision"))
-    }
-
-    fn recall(&mut self, _layer: usize, _norm: &G, _ngrams: &Ngrams<Vec<M>, G>) -> Result<()> {
+    fn streams(&mut self) -> Result<&mut dyn StreamVerbs<Vec<M>, G, Error>> {
         Err(Error::no_streams("a forward in full precision"))
     }
 

@@ -54,7 +54,7 @@ impl Turned {
     }
 
     /// True if it is that of weights.
-    pub fn is_weights(self) -> bool {
+    pub(crate) fn is_weights(self) -> bool {
         (0..self.dim).all(|i| self.source(i) == i)
     }
 

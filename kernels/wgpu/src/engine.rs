@@ -3,7 +3,7 @@
 use crate::gpu::Gpu;
 use crate::linear::Linear;
 use crate::pack::held_size;
-use crate::program::Program;
+use crate::program::{Program, unserved};
 use crate::session::WgpuSession;
 use crate::sizes::Sizes;
 use crate::timer::MOST_TIMED;
@@ -12,7 +12,7 @@ use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
 use nq_kernels::profile::OpTiming;
 use nq_model::forward::{Layer, Mix};
-use nq_model::{LinearKind, Mixer, ModelConfig, Product};
+use nq_model::{LinearKind, ModelConfig, Product};
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::{
     DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
@@ -63,58 +63,6 @@ impl WgpuModel {
         let vectors = self.layers.iter().flat_map(Layer::vectors);
         vectors.map(Vec::len).sum::<usize>() + self.norm.len()
     }
-}
-
-/// Why no kernel here serves a model of this shape; `None` if they do.
-pub fn unserved(config: &ModelConfig) -> Option<Error> {
-    let refuse = |what, expected: &str, found: String| {
-        Some(Error::Unsupported {
-            engine: "nq over wgpu",
-            what,
-            expected: format!("{expected}, or --device cpu"),
-            found,
-        })
-    };
-    for block in config.layers().flat_map(|layer| layer.blocks) {
-        if block.hyper.is_some() {
-            return refuse("the residual", "one stream", "several streams".into());
-        }
-        match &block.mixer {
-            Mixer::Attention(attention) if attention.indexer.is_some() => {
-                let found = "positions that an indexer chooses";
-                return refuse("attention", "all positions", found.into());
-            }
-            Mixer::Attention(attention) if attention.gated => {
-                return refuse("attention", "heads without gates", "gated heads".into());
-            }
-            Mixer::Attention(_) | Mixer::Mlp(_) => (),
-            Mixer::Delta(_) => {
-                let found = "layers with recurrences (gated DeltaNet)";
-                return refuse("layers", "attention and MLPs", found.into());
-            }
-            Mixer::Experts(_) => {
-                return refuse("layers", "a dense model", "a mixture of experts".into());
-            }
-            Mixer::Ngrams(_) => {
-                return refuse("layers", "attention and MLPs", "a table of n-grams".into());
-            }
-        }
-    }
-    let dim = config.head_dim;
-    if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
-        let expected = "heads of up to 256 values, in multiples of 8";
-        return refuse("attention", expected, format!("heads of {dim}"));
-    }
-    let group = config.num_attention_heads / config.num_key_value_heads.max(1);
-    if group > 16 {
-        let found = format!("{group} heads of queries for one of keys");
-        return refuse(
-            "attention",
-            "at most 16 heads of queries for one of keys",
-            found,
-        );
-    }
-    None
 }
 
 /// [`Engine`] over `wgpu`.

@@ -415,20 +415,20 @@ impl Gpu {
 }
 
 /// Launches on their way into a list of commands.
-pub(crate) struct Pass<'a> {
+pub(crate) struct LaunchPass<'a> {
     pass: ComputePass<'a>,
     /// Times operations, if somebody wants that.
     timer: Option<&'a mut Timer>,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> LaunchPass<'a> {
     /// An empty one at the end of `encoder`.
     pub(crate) fn new(encoder: &'a mut CommandEncoder, mut timer: Option<&'a mut Timer>) -> Self {
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         if let Some(timer) = &mut timer {
             timer.begin(&mut pass);
         }
-        Pass { pass, timer }
+        LaunchPass { pass, timer }
     }
 
     /// Adds a launch of `kernel`.

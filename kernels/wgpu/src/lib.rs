@@ -27,5 +27,6 @@ mod tests;
 mod timer;
 
 pub use adapter::{FoundAdapter, adapters};
-pub use engine::{WgpuEngine, unserved};
+pub use engine::WgpuEngine;
 pub use meter::AdapterMeter;
+pub use program::unserved;

@@ -1,6 +1,6 @@
 //! How fast an adapter's memory is read.
 
-use crate::gpu::{Binding, Gpu, Grid, Kernel, Pass};
+use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
 use crate::source::KernelSource;
 use nq_runtime::Result;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl AdapterMeter {
         for _ in 0..5 {
             let mut encoder = self.gpu.encoder();
             {
-                let mut pass = Pass::new(&mut encoder, None);
+                let mut pass = LaunchPass::new(&mut encoder, None);
                 for _ in 0..READS {
                     pass.launch(&self.kernel, &self.bound, Grid::new(groups, 1));
                 }

@@ -1,7 +1,7 @@
 //! Products of a session: weights bound to inputs and outputs, and the kernels that multiply with them.
 
 use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{GRID, Gpu, Grid, Kernel, Pass};
+use crate::gpu::{GRID, Gpu, Grid, Kernel, LaunchPass};
 use crate::linear::{Linear, Slice};
 use crate::pack::{Codes, Form, UNIT};
 use crate::source::KernelSource;
@@ -93,7 +93,7 @@ impl BoundProduct {
     pub(crate) fn launch(
         &self,
         gpu: &Gpu,
-        pass: &mut Pass<'_>,
+        pass: &mut LaunchPass<'_>,
         rows: usize,
         known: &mut ProductKernels,
     ) -> Result<()> {
@@ -199,7 +199,7 @@ impl RowProduct {
     }
 
     /// Adds the product of the pass's one row to `pass`.
-    pub(crate) fn launch(&self, pass: &mut Pass<'_>) {
+    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>) {
         for (kernel, bound, grid) in &self.slices {
             pass.launch(kernel, bound, *grid);
         }

@@ -2,7 +2,7 @@
 //! its number of rows.
 
 use crate::engine::WgpuModel;
-use crate::gpu::{Binding, Gpu, Grid, Kernel, Pass};
+use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
 use crate::kernels::{
     ATTENTION, ATTENTION_ROW, COMBINE, DRAW, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU,
     attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
@@ -14,9 +14,9 @@ use crate::product::{
 use crate::sizes::{DRAW_PARTS, Sizes};
 use crate::source::KernelSource;
 use nq_model::forward::{
-    Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared, Verbs,
+    Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs, Verbs,
 };
-use nq_model::{Dims, ModelConfig};
+use nq_model::{Dims, Mixer, ModelConfig};
 use nq_runtime::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ struct RowsOp {
 }
 
 impl RowsOp {
-    fn launch(&self, pass: &mut Pass<'_>, rows: usize) {
+    fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
         pass.launch(&self.kernel, &self.bound, Grid::new(rows, self.heads));
     }
 }
@@ -121,7 +121,7 @@ impl ProductOp {
     fn launch(
         &self,
         gpu: &Gpu,
-        pass: &mut Pass<'_>,
+        pass: &mut LaunchPass<'_>,
         rows: usize,
         alone: bool,
         known: &mut ProductKernels,
@@ -162,7 +162,13 @@ struct AttentionKernels {
 }
 
 impl AttentionKernels {
-    fn launch(&self, op: &AttentionOp, pass: &mut Pass<'_>, heads: Heads, attended: Attended) {
+    fn launch(
+        &self,
+        op: &AttentionOp,
+        pass: &mut LaunchPass<'_>,
+        heads: Heads,
+        attended: Attended,
+    ) {
         let shape = Dims::new(heads.count, heads.dim);
         let mut grid = Grid {
             x: attended.splits,
@@ -299,7 +305,7 @@ impl Program {
     pub(crate) fn layers(
         &mut self,
         gpu: &Gpu,
-        pass: &mut Pass<'_>,
+        pass: &mut LaunchPass<'_>,
         layers: Range<usize>,
         attended: Attended,
     ) -> Result<()> {
@@ -318,7 +324,7 @@ impl Program {
     }
 
     /// Adds what finds the best tokens of `rows` rows of logits.
-    pub(crate) fn draw(&self, pass: &mut Pass<'_>, rows: usize) {
+    pub(crate) fn draw(&self, pass: &mut LaunchPass<'_>, rows: usize) {
         self.draw.launch(pass, rows);
         pass.ends(("draw", "rows", Dims::new(1, self.head.shape.rows)), 0);
     }
@@ -331,7 +337,7 @@ impl Program {
     pub(crate) fn head(
         &mut self,
         gpu: &Gpu,
-        pass: &mut Pass<'_>,
+        pass: &mut LaunchPass<'_>,
         rows: usize,
         alone: bool,
         logits: bool,
@@ -451,6 +457,58 @@ impl Recorder<'_> {
     }
 }
 
+/// Why no kernel here serves a model of this shape; `None` if they do.
+pub fn unserved(config: &ModelConfig) -> Option<Error> {
+    let refuse = |what, expected: &str, found: String| {
+        Some(Error::Unsupported {
+            engine: "nq over wgpu",
+            what,
+            expected: format!("{expected}, or --device cpu"),
+            found,
+        })
+    };
+    for block in config.layers().flat_map(|layer| layer.blocks) {
+        if block.hyper.is_some() {
+            return refuse("the residual", "one stream", "several streams".into());
+        }
+        match &block.mixer {
+            Mixer::Attention(attention) if attention.indexer.is_some() => {
+                let found = "positions that an indexer chooses";
+                return refuse("attention", "all positions", found.into());
+            }
+            Mixer::Attention(attention) if attention.gated => {
+                return refuse("attention", "heads without gates", "gated heads".into());
+            }
+            Mixer::Attention(_) | Mixer::Mlp(_) => (),
+            Mixer::Delta(_) => {
+                let found = "layers with recurrences (gated DeltaNet)";
+                return refuse("layers", "attention and MLPs", found.into());
+            }
+            Mixer::Experts(_) => {
+                return refuse("layers", "a dense model", "a mixture of experts".into());
+            }
+            Mixer::Ngrams(_) => {
+                return refuse("layers", "attention and MLPs", "a table of n-grams".into());
+            }
+        }
+    }
+    let dim = config.head_dim;
+    if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
+        let expected = "heads of up to 256 values, in multiples of 8";
+        return refuse("attention", expected, format!("heads of {dim}"));
+    }
+    let group = config.num_attention_heads / config.num_key_value_heads.max(1);
+    if group > 16 {
+        let found = format!("{group} heads of queries for one of keys");
+        return refuse(
+            "attention",
+            "at most 16 heads of queries for one of keys",
+            found,
+        );
+    }
+    None
+}
+
 impl Verbs for Recorder<'_> {
     type Linear = Linear;
     type Vector = Vec<f32>;
@@ -461,30 +519,8 @@ impl Verbs for Recorder<'_> {
         Ok(())
     }
 
-    fn contract(&mut self, _layer: usize, _norm: &Vec<f32>, _hyper: &Hyper<Linear>) -> Result<()> {
+    fn streams(&mut self) -> Result<&mut dyn StreamVerbs<Linear, Vec<f32>, Error>> {
         self.unserved("streams of the residual")
-    }
-
-    fn inject(&mut self, _layer: usize) -> Result<()> {
-        self.unserved("streams of the residual")
-    }
-
-    fn select(
-        &mut self,
-        _layer: usize,
-        _norm: &Vec<f32>,
-        _indexer: &Indexer<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        self.unserved("an indexer")
-    }
-
-    fn recall(
-        &mut self,
-        _layer: usize,
-        _norm: &Vec<f32>,
-        _ngrams: &Ngrams<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        self.unserved("a table of n-grams")
     }
 
     fn project(

@@ -2,7 +2,7 @@
 
 use crate::ahead::Seats;
 use crate::engine::WgpuModel;
-use crate::gpu::Pass;
+use crate::gpu::LaunchPass;
 use crate::product::STEP_ROWS;
 use crate::program::{Attended, Buffers, Program};
 use crate::sizes::{DRAW_PARTS, SPLITS, Sizes};
@@ -182,7 +182,7 @@ impl WgpuSession {
         for first in (0..count).step_by(SUBMITTED) {
             let last = count.min(first + SUBMITTED);
             {
-                let mut pass = Pass::new(&mut encoder, timer.as_mut());
+                let mut pass = LaunchPass::new(&mut encoder, timer.as_mut());
                 self.program
                     .layers(gpu, &mut pass, first..last, layout.attended)?;
             }
@@ -198,7 +198,7 @@ impl WgpuSession {
                 step[0] = together as u32;
                 step[5] = (layout.wanted_at + done) as u32;
                 gpu.write(&b.head_step, 0, bytemuck::cast_slice(&step));
-                let mut pass = Pass::new(&mut encoder, timer.as_mut());
+                let mut pass = LaunchPass::new(&mut encoder, timer.as_mut());
                 let logits = wanted == Wanted::Logits;
                 self.program
                     .head(gpu, &mut pass, together, rows == 1, logits)?;
@@ -268,7 +268,7 @@ impl WgpuSession {
         let (gpu, b, rows) = (&model.gpu, &self.buffers, shape.rows);
         let mut encoder = gpu.encoder();
         {
-            let mut pass = Pass::new(&mut encoder, timer.as_deref_mut());
+            let mut pass = LaunchPass::new(&mut encoder, timer.as_deref_mut());
             let attended = Attended {
                 rows,
                 tiles: rows,

@@ -5,7 +5,7 @@
 mod attention;
 mod products;
 
-use crate::gpu::{Binding, Gpu, Grid, Pass};
+use crate::gpu::{Binding, Gpu, Grid, LaunchPass};
 use crate::kernels::{DRAW, NORM, NORM_ROUND, draw, norm};
 use crate::linear::Linear;
 use crate::session::best_token;
@@ -34,7 +34,7 @@ fn run(gpu: &Gpu, source: &KernelSource, bindings: &[Binding], buffers: &[&Buffe
     let bound = gpu.bind(bindings, buffers).unwrap();
     let mut encoder = gpu.encoder();
     {
-        let mut pass = Pass::new(&mut encoder, None);
+        let mut pass = LaunchPass::new(&mut encoder, None);
         pass.launch(&kernel, &bound, grid);
     }
     gpu.submit(encoder);
@@ -119,7 +119,7 @@ fn operations_are_timed_while_they_are_profiled() {
     let mut encoder = gpu.encoder();
     // Two lists, the first with two operations.
     for ops in [&["a", "b"][..], &["a"]] {
-        let mut pass = Pass::new(&mut encoder, Some(&mut timer));
+        let mut pass = LaunchPass::new(&mut encoder, Some(&mut timer));
         for op in ops {
             pass.launch(&kernel, &bound, Grid::new(1, DRAW_PARTS));
             pass.ends((op, "draw", Dims::new(1, 1)), 100);

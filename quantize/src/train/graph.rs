@@ -6,8 +6,7 @@
 
 use super::params::{DeviceMatrix, Model};
 use super::values::Values;
-use super::{refused, untrainable};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use nq_f32::{
     AttentionProducts, Columns, DeltaBuffers, Load, Pass, SplitQueries, Tape, Workspace,
     attention_weights,
@@ -17,11 +16,38 @@ use nq_kernels::grad::{
     Allocate, DeltaGradWork, DeltaGrads, Gemm, GradOps, HeadShape, Occurrences,
 };
 use nq_model::forward::{Attention, Block, Delta, Mix, Mlp, Packed, Projection};
-use nq_model::{Dims, LayerSpec, ModelConfig};
+use nq_model::{Dims, LayerSpec, Mixer, ModelConfig};
 use nq_runtime::states::shape_of;
 
 /// Most logits held at once, per model.
 const LOGITS: usize = 1 << 26;
+
+/// What keeps a model from being tuned, if anything does: training supports attention or a recurrence, and one MLP per
+/// layer.
+pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
+    let blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
+    blocks.rev().find_map(|b| match b.hyper {
+        Some(_) => Some("a model with several residual streams"),
+        None => untrainable_mixer(&b.mixer),
+    })
+}
+
+fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
+    match mixer {
+        Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
+        Mixer::Experts(_) => Some("a mixture of experts"),
+        Mixer::Ngrams(_) => Some("a model with a table of n-grams"),
+    }
+}
+
+/// The error for a model of which `found` keeps it from being tuned.
+pub(crate) fn refused(found: &str) -> Error {
+    Error::Request {
+        what: "tuning",
+        expected: "a dense model, whose layers have an MLP".into(),
+        found: found.into(),
+    }
+}
 
 /// Buffers for forward and backward over up to `batch` sequences of `seq` tokens.
 pub struct Graph<O: Allocate> {

@@ -12,8 +12,6 @@
 
 pub mod graph;
 pub mod params;
-use nq_model::{Mixer, ModelConfig};
-
 pub mod plan;
 pub(crate) mod record;
 pub(crate) mod sample;
@@ -24,32 +22,7 @@ pub mod trainer;
 pub mod trellis;
 pub mod values;
 
+pub(crate) use graph::refused;
+pub use graph::untrainable;
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;
-
-/// What keeps a model from being tuned, if anything does: training supports attention or a recurrence, and one MLP per
-/// layer.
-pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
-    let blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
-    blocks.rev().find_map(|b| match b.hyper {
-        Some(_) => Some("a model with several residual streams"),
-        None => untrainable_mixer(&b.mixer),
-    })
-}
-
-fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
-    match mixer {
-        Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
-        Mixer::Experts(_) => Some("a mixture of experts"),
-        Mixer::Ngrams(_) => Some("a model with a table of n-grams"),
-    }
-}
-
-/// The error for a model of which `found` keeps it from being tuned.
-pub(crate) fn refused(found: &str) -> crate::Error {
-    crate::Error::Request {
-        what: "tuning",
-        expected: "a dense model, whose layers have an MLP".into(),
-        found: found.into(),
-    }
-}

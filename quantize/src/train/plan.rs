@@ -67,7 +67,7 @@ pub(crate) fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
 
 /// Measured times of the parts of a tuning, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Pace {
+pub(crate) struct TuningTimes {
     /// One training sequence, including its sampling.
     pub sequence: f64,
     /// One step, without its sequences and searches.
@@ -112,7 +112,7 @@ pub fn rate_codes(steps: usize, batch: usize) -> f32 {
 ///
 /// Numbers of steps are spaced by ratios of about 1.2, so that small differences in measurements
 /// give the same plan. A step has at least `pass` sequences.
-pub(crate) fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
+pub(crate) fn schedule(seconds: f64, pace: TuningTimes, pass: usize) -> Option<Schedule> {
     let affordable = CHECKS_SHARE * seconds / pace.check.max(1e-9);
     let checks = (affordable as usize).clamp(LEAST_CHECKS, CHECKS);
     let left = seconds - (checks + 1) as f64 * pace.check;
@@ -238,7 +238,7 @@ mod tests {
     fn schedules_fill_the_budget_and_no_more() {
         for seconds in [60.0, 600.0, 3600.0, 36_000.0] {
             for sequence in [0.003, 0.1, 0.9] {
-                let pace = Pace {
+                let pace = TuningTimes {
                     sequence,
                     step: 3.0 * sequence,
                     search: 0.0,
@@ -258,9 +258,9 @@ mod tests {
                 assert!(s.steps == MOST_STEPS || time(s) > 0.75 * seconds, "{s:?}");
             }
         }
-        let quick = Pace {
+        let quick = TuningTimes {
             sequence: 0.003,
-            ..Pace::default()
+            ..TuningTimes::default()
         };
         let most = Schedule {
             steps: MOST_STEPS,
@@ -269,25 +269,25 @@ mod tests {
             checks: CHECKS,
         };
         assert_eq!(schedule(3600.0, quick, 8), Some(most));
-        let slow = |sequence| Pace {
+        let slow = |sequence| TuningTimes {
             sequence,
-            ..Pace::default()
+            ..TuningTimes::default()
         };
         assert_eq!(schedule(1.0, slow(1.0), 1), None);
         // A step is never smaller than a pass.
         assert!(schedule(600.0, slow(0.5), 16).is_some_and(|s| s.batch == 16));
         // If checks are expensive, there are few.
-        let dear = Pace {
+        let dear = TuningTimes {
             sequence: 0.6,
             step: 0.1,
             check: 5.0,
-            ..Pace::default()
+            ..TuningTimes::default()
         };
         assert!(schedule(200.0, dear, 4).is_some_and(|s| s.checks == LEAST_CHECKS));
         // So are searches, and they count: with 4 sequences a step takes 2.5 s.
         for (search, every) in [(6.0, SEARCH), (7.0, DEAR_SEARCH)] {
             let check = 0.1;
-            let searched = Pace {
+            let searched = TuningTimes {
                 search,
                 check,
                 ..dear

@@ -10,7 +10,7 @@ use nq_kernels::grad::{
     Allocate, DeltaInputs, DeltaStepAt, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN,
 };
 use nq_model::forward::{
-    Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared, Verbs,
+    Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs, Verbs,
 };
 use nq_model::{Dims, LinearKind, ModelConfig};
 use nq_runtime::is_recurrent;
@@ -262,34 +262,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         Ok(ops.rms_norm(&s.x, &norm.value, &mut s.h, &mut s.inv, shape, eps)?)
     }
 
-    fn contract(
-        &mut self,
-        _layer: usize,
-        _norm: &Values<O>,
-        _hyper: &Hyper<Vec<DeviceMatrix<O>>>,
-    ) -> Result<()> {
-        Err(refused("a model with several residual streams"))
-    }
-
-    fn inject(&mut self, _layer: usize) -> Result<()> {
-        Err(refused("a model with several residual streams"))
-    }
-
-    fn select(
-        &mut self,
-        _layer: usize,
-        _norm: &Values<O>,
-        _indexer: &Indexer<Vec<DeviceMatrix<O>>, Values<O>>,
-    ) -> Result<()> {
-        Err(refused("a model with several residual streams"))
-    }
-
-    fn recall(
-        &mut self,
-        _layer: usize,
-        _norm: &Values<O>,
-        _ngrams: &Ngrams<Vec<DeviceMatrix<O>>, Values<O>>,
-    ) -> Result<()> {
+    fn streams(&mut self) -> Result<&mut dyn StreamVerbs<Vec<DeviceMatrix<O>>, Values<O>, Error>> {
         Err(refused("a model with several residual streams"))
     }
 

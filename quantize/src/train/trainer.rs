@@ -2,7 +2,7 @@
 
 use super::graph::Graph;
 use super::params::{Canonical, Model, rounded};
-use super::plan::{CHECKS, Pace, RATE_CODES, SEARCH, Schedule, rate_codes};
+use super::plan::{CHECKS, RATE_CODES, SEARCH, Schedule, TuningTimes, rate_codes};
 use super::sample::Sampler;
 use super::strays::Strays;
 use super::trellis::Nearest;
@@ -279,14 +279,14 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     }
 
     /// Measures how long the parts of a tuning take. Tuned values do not change.
-    pub(crate) fn pace(&mut self) -> Result<Pace> {
+    pub(crate) fn pace(&mut self) -> Result<TuningTimes> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
         let tokens = self.text(0)?;
         let visits = self.settings.visits.max(1);
         let sampling = start.elapsed().as_secs_f64() / (slots * visits) as f64;
         // The first round includes one-time costs; the second is timed.
-        let mut pace = Pace::default();
+        let mut pace = TuningTimes::default();
         for _ in 0..2 {
             let ops = self.ops;
             let start = Instant::now();
@@ -305,7 +305,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             // Waits for queued work.
             self.graph.divergence(ops, teacher, student, &tokens)?;
             let all = start.elapsed().as_secs_f64();
-            pace = Pace {
+            pace = TuningTimes {
                 sequence: sampling + gradient / pass as f64,
                 step: (all - 2.0 * forward - gradient).max(0.0),
                 search: 0.0,

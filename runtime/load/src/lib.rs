@@ -77,7 +77,7 @@ use nq_formats::{Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
 use nq_model::ModelConfig;
-use nq_runtime::interface::{Engine, EngineKind, LoadOptions, Ordinals};
+use nq_runtime::interface::{Engine, EngineKind, LoadOptions, Ordinals, Planner};
 use nq_runtime::stepper::{LayerStepper, Stepper};
 use nq_runtime::{Error, Result};
 use std::sync::Arc;
@@ -120,6 +120,17 @@ pub fn load(
             check_parallel(options, several)?;
             gpu::load_parallel(config, store, options, several, progress)
         }
+    }
+}
+
+/// What plans memory on GPUs or on the CPU.
+///
+/// # Errors
+/// In a build without GPUs.
+pub fn planner(on_gpu: bool) -> Result<Planner> {
+    match on_gpu {
+        true => Ok(gpu::sizes()?.engine),
+        false => Ok(nq_cpu::plan::planned),
     }
 }
 

@@ -3,6 +3,7 @@
 use super::adapters::AppliedAdapter;
 use super::session::{Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::weights::Kinds;
 use nq_formats::adapter::Lora;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
@@ -143,6 +144,13 @@ pub struct DeviceMemory {
     /// True if it is the computer's memory, which has other uses too.
     pub on_host: bool,
 }
+
+/// Plans the memory that a model whose matrices are of these kinds and a session of it will take on a kind of device, which
+/// need not be there.
+///
+/// # Errors
+/// Weights that no kernel serves; a type of keys and values that the device does not support.
+pub type Planner = fn(&ModelConfig, Kinds<'_>, &SessionSpec) -> Result<DeviceMemory>;
 
 /// Choices of experts by the rows of all sessions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

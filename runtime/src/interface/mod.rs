@@ -23,7 +23,9 @@ pub use ahead::bucket;
 pub use ahead::{Drawn, Run, StepsAhead};
 pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, DraftLayer, DraftedBy, Drafter, KINDS, StreamHead, Streams, Tapped};
-pub use engine::{DeviceMemory, Engine, EngineDescription, ExpertChoices, HeatKeeper, Placed};
+pub use engine::{
+    DeviceMemory, Engine, EngineDescription, ExpertChoices, HeatKeeper, Placed, Planner,
+};
 pub use observer::Observer;
 pub use options::too_many;
 pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, Split};

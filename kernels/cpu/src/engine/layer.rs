@@ -11,7 +11,7 @@ use nq_formats::adapter::ProductKey;
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 use nq_model::forward::{
-    self, Delta, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed, Projection, Shared,
+    self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs,
     VectorSpec, Verbs,
 };
 use nq_model::{ModelConfig, Product};
@@ -118,31 +118,8 @@ impl Verbs for Pass<'_> {
         Ok(())
     }
 
-    fn contract(&mut self, layer: usize, norm: &Vec<f32>, hyper: &Hyper<Linear>) -> Result<()> {
-        self.read_streams(layer, norm, hyper)
-    }
-
-    fn inject(&mut self, _layer: usize) -> Result<()> {
-        self.write_streams();
-        Ok(())
-    }
-
-    fn select(
-        &mut self,
-        layer: usize,
-        _norm: &Vec<f32>,
-        indexer: &Indexer<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        self.choose_blocks(layer, indexer)
-    }
-
-    fn recall(
-        &mut self,
-        layer: usize,
-        _norm: &Vec<f32>,
-        ngrams: &Ngrams<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        self.add_ngrams(layer, ngrams)
+    fn streams(&mut self) -> Result<&mut dyn StreamVerbs<Linear, Vec<f32>, Error>> {
+        Ok(self)
     }
 
     fn project(

@@ -128,19 +128,22 @@ pub fn bytes_per_token(c: &ModelConfig, kinds: Kinds<'_>) -> usize {
     layers.sum::<usize>() + ending_bytes(c, kinds) + head
 }
 
-/// Memory of a model whose matrices, in mapped files, are of these kinds, and of a session of it.
-pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> DeviceMemory {
+/// The [`Planner`](nq_runtime::interface::Planner) of CPUs, of weights in mapped files.
+///
+/// # Errors
+/// None.
+pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
     let account = Account::host();
     let tokens = spec.slots * spec.ctx;
     let _model = hold_model(&account, c, kinds, WeightSource::Mapped, tokens);
     let (kv, scratch) = session_bytes(c, spec);
-    DeviceMemory {
+    Ok(DeviceMemory {
         weights: account.held(),
         kv,
         scratch,
         free: 0,
         on_host: true,
-    }
+    })
 }
 
 /// Counts on `account` a session whose sequences are filled to the last position, and which

@@ -8,11 +8,11 @@ use crate::ops::streams::{activate, weigh};
 use crate::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
 use nq_formats::adapter::ProductKey;
 use nq_kernels::pages::{KvType, PAGE};
-use nq_model::forward::{Hyper, Indexer, Ngrams, Packed};
+use nq_model::forward::{Hyper, Indexer, Ngrams, Packed, StreamVerbs};
 use nq_model::{IndexerShape, ModelConfig, NgramTable};
-use nq_runtime::Result;
 use nq_runtime::ngrams::NgramRows;
 use nq_runtime::rope::Rotary;
+use nq_runtime::{Error, Result};
 
 /// What a pass of a model with several streams reads besides its weights.
 #[derive(Clone, Copy)]
@@ -132,14 +132,8 @@ impl Mix<'_> {
     }
 }
 
-impl Pass<'_> {
-    /// See [`nq_model::forward::Verbs::contract`].
-    pub(super) fn read_streams(
-        &mut self,
-        layer: usize,
-        norm: &[f32],
-        hyper: &Hyper<Linear>,
-    ) -> Result<()> {
+impl StreamVerbs<Linear, Vec<f32>, Error> for Pass<'_> {
+    fn contract(&mut self, layer: usize, norm: &Vec<f32>, hyper: &Hyper<Linear>) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let adapted = self.batch.adapted();
         let scratch = &mut *self.scratch;
@@ -172,14 +166,32 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// See [`nq_model::forward::Verbs::inject`].
-    pub(super) fn write_streams(&mut self) {
+    fn inject(&mut self) -> Result<()> {
         let (c, m) = (self.config, self.batch.rows());
         let own = &self.scratch.streams;
         let (added, weights) = (&own.added[..m * c.hidden_size], &own.inject);
         self.cpu.inject(added, weights, c.hidden_size, self.x);
+        Ok(())
     }
 
+    fn select(&mut self, layer: usize, indexer: &Indexer<Linear, Vec<f32>>) -> Result<()> {
+        let mut own = std::mem::take(&mut self.scratch.streams);
+        let normed = std::mem::take(&mut self.scratch.normed);
+        let done = self.select_over(layer, indexer, &normed, &mut own);
+        self.scratch.normed = normed;
+        self.scratch.streams = own;
+        done
+    }
+
+    fn recall(&mut self, layer: usize, ngrams: &Ngrams<Linear, Vec<f32>>) -> Result<()> {
+        let mut own = std::mem::take(&mut self.scratch.streams);
+        let done = self.recall_over(layer, ngrams, &mut own);
+        self.scratch.streams = own;
+        done
+    }
+}
+
+impl Pass<'_> {
     /// Multiplies `from` by a matrix that is not quantized.
     fn multiply(
         &mut self,
@@ -194,20 +206,8 @@ impl Pass<'_> {
         adapted.add(self.cpu, key, from, to, adapters)
     }
 
-    /// See [`nq_model::forward::Verbs::recall`].
-    pub(super) fn add_ngrams(
-        &mut self,
-        layer: usize,
-        ngrams: &Ngrams<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        let mut own = std::mem::take(&mut self.scratch.streams);
-        let done = self.add_ngrams_over(layer, ngrams, &mut own);
-        self.scratch.streams = own;
-        done
-    }
-
-    /// [`Pass::add_ngrams`] over buffers that are not in the scratch meanwhile.
-    fn add_ngrams_over(
+    /// [`StreamVerbs::recall`] over buffers that are not in the scratch meanwhile.
+    fn recall_over(
         &mut self,
         layer: usize,
         ngrams: &Ngrams<Linear, Vec<f32>>,
@@ -286,22 +286,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// See [`nq_model::forward::Verbs::select`].
-    pub(super) fn choose_blocks(
-        &mut self,
-        layer: usize,
-        indexer: &Indexer<Linear, Vec<f32>>,
-    ) -> Result<()> {
-        let mut own = std::mem::take(&mut self.scratch.streams);
-        let normed = std::mem::take(&mut self.scratch.normed);
-        let done = self.choose_blocks_over(layer, indexer, &normed, &mut own);
-        self.scratch.normed = normed;
-        self.scratch.streams = own;
-        done
-    }
-
-    /// [`Pass::choose_blocks`] over buffers that are not in the scratch meanwhile.
-    fn choose_blocks_over(
+    /// [`StreamVerbs::select`] over buffers that are not in the scratch meanwhile.
+    fn select_over(
         &mut self,
         layer: usize,
         indexer: &Indexer<Linear, Vec<f32>>,

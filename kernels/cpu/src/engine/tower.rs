@@ -39,13 +39,13 @@ type Merger = TowerMerger<Linear, Vec<f32>>;
 type Block = TowerBlock<Linear, Vec<f32>>;
 
 /// Packs parameters of a tower.
-struct Reader<'a> {
+struct TowerPacker<'a> {
     cpu: &'a Cpu,
     store: &'a dyn WeightStore,
     kernels: KernelSet,
 }
 
-impl TowerReader for Reader<'_> {
+impl TowerReader for TowerPacker<'_> {
     type Linear = Linear;
     type Vector = Vec<f32>;
 
@@ -73,7 +73,7 @@ impl CpuTower {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let (c, cpu) = (config, open(options)?);
-        let mut reader = Reader {
+        let mut reader = TowerPacker {
             cpu: &cpu,
             store,
             kernels: options.kernels,

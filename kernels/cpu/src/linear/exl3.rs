@@ -6,14 +6,12 @@
 //! of a tile's sequence has outputs `g` and `g + 8`; of all tiles these are the 16 rows of a panel: `16 m + g` in lane
 //! `m`, `16 m + g + 8` in lane `8 + m`.
 
-use super::input::Prepared;
-use super::kernel::LinearKernel;
+use super::kernel::PanelProduct;
 use super::pack::PanelWeight;
 use super::trellis::pack::{InputScales, PANELS};
 use super::trellis::strips;
 use crate::memory::Buffer;
 use crate::simd::{LANES, Simd};
-use crate::table::KernelTable;
 use crate::team::{Team, spread};
 use crate::with_scratch;
 use nq_formats::exl3::{
@@ -86,19 +84,13 @@ pub(super) fn pack(team: &Team, w: &Exl3Weight) -> Buffer<u32> {
 /// the strip its outputs are transformed and scaled.
 ///
 /// # Safety
-/// That of a [`LinearKernel`]'s function.
-pub(super) unsafe fn gemm(
-    _: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+/// That of [`RunPanels`](super::kernel::RunPanels).
+pub(super) unsafe fn gemm(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (table, w, x, panels) = (p.table, p.w, p.x, &p.panels);
     let stride = x.columns() * LANES;
     let spans = w.inputs / SPAN;
     with_scratch!(Buffer<f32>, |values| {
-        for (strip, own) in strips(&panels) {
+        for (strip, own) in strips(panels) {
             assert_eq!(own.len(), PANELS, "a strip is whole");
             let out = &mut out[own.start * stride..own.end * stride];
             for from in (0..spans).step_by(SPANS) {

@@ -9,14 +9,23 @@ use nq_kernels::isa::Isa;
 use nq_kernels::registry::{Activations, KernelInfo};
 use std::ops::Range;
 
-/// Multiplies panels `panels` of the weight with all columns: writes
-/// `[panels, columns, 16]`.
+/// Some panels of a product.
+pub(super) struct PanelProduct<'a> {
+    pub(super) kernel: &'a LinearKernel,
+    pub(super) table: &'a KernelTable,
+    pub(super) w: &'a PanelWeight,
+    /// All columns.
+    pub(super) x: &'a Prepared,
+    /// Which of the weight's panels.
+    pub(super) panels: Range<usize>,
+}
+
+/// Writes `[panels, columns, 16]`.
 ///
 /// # Safety
 /// The panels are inside the weight; the activations were prepared for it with the row's
 /// layout; the output is large enough; the table's instruction set is available.
-pub(super) type RunPanels =
-    unsafe fn(&LinearKernel, &KernelTable, &PanelWeight, &Prepared, Range<usize>, &mut [f32]);
+pub(super) type RunPanels = unsafe fn(&PanelProduct<'_>, &mut [f32]);
 
 /// A kernel for the Linear operation on the CPU.
 pub struct LinearKernel {
@@ -103,8 +112,15 @@ impl LinearKernel {
     ) {
         assert!(w.codes == self.codes && panels.end <= w.panels());
         assert!(out.len() >= panels.len() * x.columns() * LANES);
+        let p = PanelProduct {
+            kernel: self,
+            table,
+            w,
+            x,
+            panels,
+        };
         // SAFETY: passed on.
-        unsafe { (self.run)(self, table, w, x, panels, out) }
+        unsafe { (self.run)(&p, out) }
     }
 }
 

@@ -8,7 +8,7 @@ use super::exl3;
 use super::float::{Byte, Five, Nibble, Six, Units};
 use super::float::{GEMV_COLUMNS, GEMV_TOGETHER};
 use super::input::Prepared;
-use super::kernel::{LinearKernel, share};
+use super::kernel::{LinearKernel, PanelProduct, share};
 use super::pack::{PanelWeight, UnitCodes};
 use super::trellis;
 use crate::memory::Buffer;
@@ -59,14 +59,8 @@ pub(crate) const GEMM_PANELS: usize = 8;
 const TILE_INPUTS: usize = 256;
 
 /// Few columns: every panel is read once, several at a time, and codes become floats in registers.
-unsafe fn gemv_f32(
-    _: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+unsafe fn gemv_f32(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (table, w, x, panels) = (p.table, p.w, p.x, &p.panels);
     let [one, several] = table.gemv[w.codes as usize][x.width - 1];
     let together = GEMV_TOGETHER[x.width - 1];
     let mut at = panels.start;
@@ -81,14 +75,8 @@ unsafe fn gemv_f32(
 }
 
 /// Many columns: codes become floats in a tile that is multiplied with all columns.
-unsafe fn gemm_f32(
-    _: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+unsafe fn gemm_f32(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (table, w, x, panels) = (p.table, p.w, p.x, &p.panels);
     let columns = x.columns();
     for first in panels.clone().step_by(GEMM_PANELS) {
         let group = first..(first + GEMM_PANELS).min(panels.end);
@@ -152,14 +140,8 @@ unsafe fn gemm_f32_group(
 }
 
 /// Integer dot products for few columns, one panel at a time.
-unsafe fn gemv_codes(
-    kernel: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+unsafe fn gemv_codes(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (kernel, table, w, x, panels) = (p.kernel, p.table, p.w, p.x, &p.panels);
     let (dots, wide) = (&table.dots, kernel.planes > 1);
     let dot = match kernel.codes {
         UnitCodes::Five if wide => dots.fives_wide,
@@ -168,7 +150,7 @@ unsafe fn gemv_codes(
         UnitCodes::Six => dots.sixes,
         codes => many(dots, codes, wide)[0],
     }[x.width - 1];
-    for (i, panel) in panels.enumerate() {
+    for (i, panel) in panels.clone().enumerate() {
         let out = &mut out[i * x.width * LANES..];
         // SAFETY: by contract, with room checked by the caller.
         unsafe { dot(w, x, w.panel(panel).as_ptr(), panel, 0, out.as_mut_ptr(), 0) };
@@ -176,14 +158,8 @@ unsafe fn gemv_codes(
 }
 
 /// Integer dot products for many columns, with as many panels at a time as registers allow.
-unsafe fn gemm_codes(
-    kernel: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+unsafe fn gemm_codes(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (kernel, table, w, x, panels) = (p.kernel, p.table, p.w, p.x, &p.panels);
     let columns = x.columns();
     let kernels = many(&table.dots, kernel.codes, kernel.planes > 1);
     let spread = match kernel.codes {

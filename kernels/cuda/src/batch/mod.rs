@@ -11,7 +11,7 @@ use super::gemv::GemvOutput;
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::plan::ProductPlan;
-use super::product::{Asked, Inputs, OutputAddresses, Product};
+use super::product::{Inputs, OutputAddresses, PlannedRows, Product};
 use crate::cuda::columns::ColumnsArgs;
 use nq_kernels::Result;
 
@@ -27,7 +27,7 @@ impl Columns {
         if !Self::suit(w) {
             return o.refuse("a weight", "integer codes of whole spans", w.kind().name());
         }
-        let group = ProductPlan::checked(o, w.shape(), Asked::Columns(m))?.group(m);
+        let group = ProductPlan::checked(o, w.shape(), PlannedRows::Columns(m))?.group(m);
         Ok(ColumnsTarget {
             words: self.address(o, w, m, group)?,
             rows: group.rows() as i32,
@@ -42,8 +42,8 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
         return Ok(strips);
     }
     let asked = match m {
-        1 => Asked::Row { head: true },
-        _ => Asked::Columns(m),
+        1 => PlannedRows::Row { head: true },
+        _ => PlannedRows::Columns(m),
     };
     Ok(ProductPlan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().bests))
 }
@@ -76,7 +76,7 @@ impl Stream {
         m: usize,
         holds_dependents: bool,
     ) -> Result<()> {
-        let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
+        let (o, asked) = (self.operands("gemv_batch"), PlannedRows::Columns(m));
         let p = Product {
             columns: Some(columns),
             holds_dependents,
@@ -99,7 +99,7 @@ impl Stream {
         y: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
+        let (o, asked) = (self.operands("gemv_batch"), PlannedRows::Columns(m));
         let p = Product {
             columns: Some(columns),
             ..Product::new(o, w, Inputs::Prepared, m, asked)

@@ -6,7 +6,7 @@ use nq_kernels::{Error, Result};
 
 impl DeviceStates {
     /// Bytes of the states at a place, in all layers.
-    pub fn place_bytes(&self) -> usize {
+    pub(crate) fn place_bytes(&self) -> usize {
         4 * self.shape.layers * self.parts().into_iter().sum::<usize>()
     }
 
@@ -40,7 +40,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Shape`] for a place that does not exist; errors of the driver.
-    pub fn read_states(
+    pub(crate) fn read_states(
         &self,
         states: &DeviceStates,
         place: usize,
@@ -67,7 +67,7 @@ impl Stream {
     /// # Errors
     /// [`Error::Shape`] for a place that does not exist, and unless there are [`DeviceStates::place_bytes`] bytes;
     /// errors of the driver.
-    pub fn write_states(
+    pub(crate) fn write_states(
         &self,
         states: &mut DeviceStates,
         place: usize,

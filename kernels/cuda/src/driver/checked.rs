@@ -104,7 +104,11 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of [`Checked::write`]; [`Error::DeviceMemory`] at the first call.
-    pub fn write_checked<T: Followed>(&self, to: &mut Checked<T>, values: &[T]) -> Result<()> {
+    pub(crate) fn write_checked<T: Followed>(
+        &self,
+        to: &mut Checked<T>,
+        values: &[T],
+    ) -> Result<()> {
         check_bounds("device write", values, &to.bounds)?;
         self.write_staged(&mut to.values, 0, &mut to.staging, values)
     }

@@ -148,7 +148,7 @@ impl Gpu {
 
     /// Sets how many bytes of this device's memory this process shall hold at most, if not all. It is what
     /// [`Gpu::free_memory`] tells; nothing is refused here.
-    pub fn limit_memory(&self, bytes: Option<usize>) {
+    pub(crate) fn limit_memory(&self, bytes: Option<usize>) {
         self.0
             .limit
             .store(bytes.unwrap_or(usize::MAX), Ordering::Relaxed);
@@ -175,7 +175,7 @@ impl Gpu {
     }
 
     /// True while operations are timed.
-    pub fn is_profiling(&self) -> bool {
+    pub(crate) fn is_profiling(&self) -> bool {
         self.0.profile.is_on()
     }
 

@@ -373,7 +373,7 @@ impl Stream {
     ///
     /// # Errors
     /// The first error of that work.
-    pub fn is_done(&self) -> Result<bool> {
+    pub(crate) fn is_done(&self) -> Result<bool> {
         self.0.gpu.0.bind()?;
         // SAFETY: the stream is valid.
         let state = unsafe { sys::cuStreamQuery(self.0.handle) };

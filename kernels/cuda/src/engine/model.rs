@@ -7,7 +7,7 @@ use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
 use super::pass::Context;
 use super::plan::{PlacedExperts, wide};
-use super::request::Request;
+use super::request::MemoryRequest;
 use super::residency::ModelBank;
 use super::session::step_rows::most_together;
 use super::weights::{
@@ -223,7 +223,7 @@ impl CudaModel {
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
         let dry = Gpu::dry(gpu.info().clone(), Account::gpu());
-        let request = Request {
+        let request = MemoryRequest {
             info: gpu.info(),
             together: most_together(&gpu),
             config,
@@ -388,8 +388,8 @@ impl CudaModel {
         &'a self,
         session: &'a SessionSpec,
         adapters: AdapterWidths,
-    ) -> Request<'a> {
-        Request {
+    ) -> MemoryRequest<'a> {
+        MemoryRequest {
             info: self.gpu.info(),
             together: most_together(&self.gpu),
             config: &self.config,

@@ -25,8 +25,8 @@ pub(super) use fused::{Fused, Sums};
 use nq_formats::adapter::ProductKey;
 use nq_kernels::{Error, KernelSet, Result};
 use nq_model::forward::{
-    Delta, DeltaParameters, Experts, HeadVectors, Hyper, Indexer, Ngrams, Operand, Packed,
-    Projection, Shared, Verbs,
+    Delta, DeltaParameters, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs,
+    Verbs,
 };
 use nq_model::{Dims, ModelConfig};
 use nq_runtime::interface::Observer;
@@ -309,16 +309,6 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Models whose residual has several streams are refused before they are loaded on a GPU.
-fn no_streams() -> Error {
-    Error::Shape {
-        op: "a layer on a GPU",
-        what: "the residual",
-        expected: "a residual of one stream".into(),
-        found: "several streams".into(),
-    }
-}
-
 impl Verbs for Pass<'_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
@@ -353,35 +343,14 @@ impl Verbs for Pass<'_> {
         })
     }
 
-    fn contract(
-        &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _hyper: &Hyper<DeviceLinear>,
-    ) -> Result<()> {
-        Err(no_streams())
-    }
-
-    fn inject(&mut self, _layer: usize) -> Result<()> {
-        Err(no_streams())
-    }
-
-    fn select(
-        &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _indexer: &Indexer<DeviceLinear, Buffer<f32>>,
-    ) -> Result<()> {
-        Err(no_streams())
-    }
-
-    fn recall(
-        &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _ngrams: &Ngrams<DeviceLinear, Buffer<f32>>,
-    ) -> Result<()> {
-        Err(no_streams())
+    fn streams(&mut self) -> Result<&mut dyn StreamVerbs<DeviceLinear, Buffer<f32>, Error>> {
+        // Such models are refused before they are loaded on a GPU.
+        Err(Error::Shape {
+            op: "a layer on a GPU",
+            what: "the residual",
+            expected: "a residual of one stream".into(),
+            found: "several streams".into(),
+        })
     }
 
     fn project(

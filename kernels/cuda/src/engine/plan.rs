@@ -5,7 +5,7 @@ use super::division::shards;
 use super::experts_at::ExpertsAt;
 use super::layer::largest_mixture;
 use super::part::GpuPart;
-use super::request::Request;
+use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
 use super::weights::{self, TrellisCodes, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
 use super::{AdapterWidths, served};
@@ -37,14 +37,14 @@ fn request<T>(
     kinds: Kinds<'_>,
     part: Option<GpuPart>,
     spec: &SessionSpec,
-    ask: impl FnOnce(Request<'_>) -> Result<T>,
+    ask: impl FnOnce(MemoryRequest<'_>) -> Result<T>,
 ) -> Result<T> {
     let info = &GpuInfo {
         multiprocessors: 132,
         shared_memory: 227 << 10,
         ..GpuInfo::default()
     };
-    ask(Request {
+    ask(MemoryRequest {
         info,
         together: MOST_WIDE_SEQUENCES,
         config: c,
@@ -59,15 +59,16 @@ fn request<T>(
     })
 }
 
-/// Bytes of GPU memory that a model whose matrices are of these kinds and a session of it will take,
-/// on a GPU whose steps take the most sequences.
+/// The [`Planner`](nq_runtime::interface::Planner) of GPUs whose steps take the most sequences.
 ///
 /// # Errors
 /// A weight that no kernel serves; a type of keys and values that the device does not support.
 pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
     let c = &served(c).config(c)?;
     let weights = weight_bytes(c, kinds, None, ExpertsAt::Gpu, None)?.held;
-    request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
+    request(c, kinds, None, spec, |r| {
+        MemoryRequest { weights, ..r }.plan()
+    })
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
@@ -106,7 +107,7 @@ pub fn placed(
             let split = r.split(None, free, bank, weights)?;
             let here = weight_bytes(whole, kinds, None, split.at, None)?;
             let wide = wide(spec).filter(|_| split.is_wide);
-            let memory = Request {
+            let memory = MemoryRequest {
                 weights: split.weights,
                 stage: split.stage,
                 session: wide.as_ref().or(r.session),
@@ -164,7 +165,7 @@ pub fn placed(
             let PlacedExperts {
                 at, weights, stage, ..
             } = r.split(Some(0), free, bank, held)?;
-            let request = Request {
+            let request = MemoryRequest {
                 weights,
                 stage,
                 ..r
@@ -196,7 +197,7 @@ fn chosen_bytes(c: &ModelConfig, kinds: Kinds<'_>, all: WeightBytes) -> Result<u
     Ok(experts / each * c.experts.map_or(0, |e| e.per_token))
 }
 
-/// Where [`Request::split`] leaves experts.
+/// Where [`MemoryRequest::split`] leaves experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PlacedExperts {
     pub(super) at: ExpertsAt,
@@ -230,7 +231,7 @@ pub(super) fn wide(spec: &SessionSpec) -> Option<SessionSpec> {
     (spec.slots == 1 && spec.max_rows >= usual && wide.max_rows > spec.max_rows).then_some(wide)
 }
 
-impl Request<'_> {
+impl MemoryRequest<'_> {
     /// The memory that the request takes.
     ///
     /// # Errors
@@ -265,7 +266,7 @@ impl Request<'_> {
     ) -> Result<PlacedExperts> {
         if let (None | Some(0), Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
-            let request = Request {
+            let request = MemoryRequest {
                 weights: all,
                 ..*self
             };
@@ -277,13 +278,14 @@ impl Request<'_> {
                 Some(_) => free,
                 None => free - free / UNASKED,
             };
-            let most = |request: &Request<'_>| request.most_rooms(&experts, free, bank, &weights);
+            let most =
+                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, bank, &weights);
             // What stages of layers hand on has the usual rows.
             let wide = self.session.and_then(wide).filter(|_| self.part.is_none());
             let rooms = most(self)?;
             let session = wide.as_ref().or(self.session);
             let fewer = match wide {
-                Some(_) => most(&Request { session, ..*self })?,
+                Some(_) => most(&MemoryRequest { session, ..*self })?,
                 None => 0,
             };
             let is_wide = fewer > 0 && fewer >= rooms - rooms / FOR_WIDE;
@@ -308,7 +310,7 @@ impl Request<'_> {
                 0 => ExpertsAt::Gpu,
                 layers => ExpertsAt::Cpu(layers),
             };
-            let request = Request {
+            let request = MemoryRequest {
                 weights: weights(at)?,
                 ..*self
             };
@@ -337,7 +339,7 @@ impl Request<'_> {
         let (mut low, mut high) = (0, stacked(experts));
         while high - low > 1 {
             let rooms = low.midpoint(high);
-            let request = Request {
+            let request = MemoryRequest {
                 weights: weights(ExpertsAt::Bank { rooms })?,
                 stage,
                 ..*self
@@ -358,7 +360,7 @@ impl Request<'_> {
     /// and what would fit.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]; errors of [`Request::plan`].
+    /// [`Error::DeviceMemory`]; errors of [`MemoryRequest::plan`].
     pub(super) fn check(&self, free: usize) -> Result<()> {
         let plan = self.plan()?;
         if plan.total() <= free {
@@ -407,7 +409,7 @@ impl Request<'_> {
                 drafts: DraftedBy::Nothing,
                 ..*spec
             };
-            let without = Request {
+            let without = MemoryRequest {
                 session: Some(&without),
                 ..*self
             };
@@ -415,7 +417,7 @@ impl Request<'_> {
                 ways.push("no drafts (--draft none)".into());
             }
         }
-        let four = Request {
+        let four = MemoryRequest {
             weights: self.config.parameters() / 8 * INT4_BITS,
             ..*self
         };
@@ -436,7 +438,7 @@ impl Request<'_> {
                 max_rows: spec.max_rows.min(ctx),
                 ..*spec
             };
-            let shorter = Request {
+            let shorter = MemoryRequest {
                 session: Some(&spec),
                 ..*self
             };

@@ -12,7 +12,7 @@ use nq_runtime::interface::SessionSpec;
 /// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
 /// driver has free.
 #[derive(Clone, Copy)]
-pub(super) struct Request<'a> {
+pub(super) struct MemoryRequest<'a> {
     /// The device.
     pub(super) info: &'a GpuInfo,
     /// Most sequences in a step.

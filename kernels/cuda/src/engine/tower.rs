@@ -88,13 +88,13 @@ impl TowerRows {
 }
 
 /// Packs parameters of a tower, or reserves them on a device that only counts.
-struct Reader<'a> {
+struct TowerPacker<'a> {
     gpu: &'a Gpu,
     store: &'a dyn WeightStore,
     uploader: Option<Uploader>,
 }
 
-impl TowerReader for Reader<'_> {
+impl TowerReader for TowerPacker<'_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
 
@@ -130,7 +130,7 @@ impl TowerReader for Reader<'_> {
 pub fn planned_tower(c: &VisionConfig, store: &dyn WeightStore, tokens: u64) -> Result<TowerBytes> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
-    let mut reader = Reader {
+    let mut reader = TowerPacker {
         gpu,
         store,
         uploader: None,
@@ -172,7 +172,7 @@ impl CudaTower {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let (gpu, width) = (&Gpu::open(ordinal)?, c.hidden_size);
-        let mut reader = Reader {
+        let mut reader = TowerPacker {
             gpu,
             store,
             uploader: Some(Uploader::new(gpu)?),
@@ -246,7 +246,7 @@ impl CudaTower {
 
     /// Waits for all pieces of an image's work but the latest. If steps of sequences were queued meanwhile, the tower leaves
     /// the GPU to them for as long as its own pieces took.
-    fn give_way(&self, pace: &mut Pace) -> Result<()> {
+    fn give_way(&self, pace: &mut EncodingProgress) -> Result<()> {
         if let Some(before) = pace.piece.replace(self.stream.mark()?) {
             before.wait()?;
         }
@@ -261,7 +261,7 @@ impl CudaTower {
 }
 
 /// How far the work of an image is: pieces, which are blocks or parts of them.
-struct Pace {
+struct EncodingProgress {
     piece: Option<Mark>,
     steps: usize,
     since: Instant,
@@ -339,7 +339,7 @@ impl Tower for CudaTower {
         let embed = &self.parts.patch_embed;
         stream.gemm(&embed.linear, &rows.half, GemmOutput::Store(&mut rows.x), m)?;
         stream.tower_positions(&mut rows.x, &embed.bias, &self.positions, image)?;
-        let mut pace = Pace {
+        let mut pace = EncodingProgress {
             piece: None,
             steps: steps_queued(),
             since: Instant::now(),

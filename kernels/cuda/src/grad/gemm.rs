@@ -164,7 +164,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
-    pub fn add_low_rank(&self, added: &LowRank<'_>, y: &mut Buffer<f32>) -> Result<()> {
+    pub(crate) fn add_low_rank(&self, added: &LowRank<'_>, y: &mut Buffer<f32>) -> Result<()> {
         let o = self.operands("add_low_rank");
         let (ranks, m, first) = (added.ranks, added.rows.len(), added.rows.start);
         o.multiple("ranks", 16, ranks)?;

@@ -257,7 +257,7 @@ impl PackedKind {
     }
 
     /// What kernels that read neither trellis codes nor EXL3's read instead.
-    pub fn without_trellis(self) -> Self {
+    pub(crate) fn without_trellis(self) -> Self {
         match self {
             PackedKind::Trellis(_) | PackedKind::Exl3(_) => PackedKind::Fp16,
             kind => kind,

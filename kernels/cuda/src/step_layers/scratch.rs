@@ -82,7 +82,7 @@ impl LayersScratch {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::Shape`] for a rank that does not exist.
-    pub fn of_rank(gpu: &Gpu, sizes: LayersSizes, member: Rank) -> Result<Self> {
+    pub(crate) fn of_rank(gpu: &Gpu, sizes: LayersSizes, member: Rank) -> Result<Self> {
         let Rank { rank, ranks, .. } = member;
         if ranks > MOST_RANKS || rank >= ranks {
             let expected = format!("one of at most {MOST_RANKS}");

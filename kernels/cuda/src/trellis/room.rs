@@ -44,11 +44,6 @@ pub(crate) fn grouped(m: usize) -> (usize, usize) {
     (m.div_ceil(GROUPS[which]), which)
 }
 
-/// [`digit_bytes`] of octagons, whose digits are the widest, and of EXL3.
-pub(crate) fn octagon_bytes(group: usize, inputs: usize) -> usize {
-    digit_bytes(Code::Octagon, group, inputs)
-}
-
 /// Bytes of the digits of a group: of each four rows 8 a lane for 16 inputs, or for 32 of sums.
 pub(super) fn digit_bytes(code: Code, group: usize, inputs: usize) -> usize {
     inputs / COLUMNS * code.width() * group / 4 * LANES * 8
@@ -63,7 +58,8 @@ impl TrellisRoom {
         let (groups, which) = grouped(sizes.rows);
         let group = GROUPS[which];
         let inputs = sizes.inputs.next_multiple_of(BLOCK);
-        let digits = groups * octagon_bytes(group, inputs);
+        // Digits of octagons, and of EXL3, are the widest.
+        let digits = groups * digit_bytes(Code::Octagon, group, inputs);
         let blocks = gpu.info().multiprocessors;
         let many = if sizes.many > sizes.rows {
             sizes.many

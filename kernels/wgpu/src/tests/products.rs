@@ -1,7 +1,7 @@
 //! Products, of every form of weights and number of rows.
 
 use super::{gpu, read, run};
-use crate::gpu::{Gpu, Grid, Pass};
+use crate::gpu::{Gpu, Grid, LaunchPass};
 use crate::kernels::{ROUND, SILU, round, silu};
 use crate::linear::Linear;
 use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
@@ -57,7 +57,7 @@ fn product(
     let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
     let mut encoder = gpu.encoder();
     {
-        let mut pass = Pass::new(&mut encoder, None);
+        let mut pass = LaunchPass::new(&mut encoder, None);
         bound
             .launch(gpu, &mut pass, rows, &mut ProductKernels::new())
             .unwrap();
@@ -211,7 +211,7 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                     let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
                     let product = product.expect("inputs that are rounded, and fit a workgroup");
                     let mut encoder = gpu.encoder();
-                    product.launch(&mut Pass::new(&mut encoder, None));
+                    product.launch(&mut LaunchPass::new(&mut encoder, None));
                     gpu.submit(encoder);
                     let found = read(&gpu, &y, rows);
                     let mut x_normed = x.to_vec();

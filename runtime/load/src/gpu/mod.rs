@@ -17,10 +17,8 @@ pub(crate) use here::{
 };
 
 use nq_formats::TrellisScheme;
-use nq_model::{Dims, ModelConfig};
-use nq_runtime::Result;
-use nq_runtime::interface::{DeviceMemory, SessionSpec};
-use nq_runtime::weights::Kinds;
+use nq_model::Dims;
+use nq_runtime::interface::Planner;
 
 /// True if this build has kernels for GPUs.
 pub const BUILT_IN: bool = cfg!(feature = "cuda");
@@ -39,8 +37,8 @@ pub struct GpuMemory {
 pub struct GpuSizes {
     /// Most sequences in one step.
     pub together: usize,
-    /// Bytes of an engine whose matrices are of the given kinds, and of a session of it.
-    pub engine: fn(&ModelConfig, Kinds<'_>, &SessionSpec) -> Result<DeviceMemory>,
+    /// Plans an engine and a session of it.
+    pub engine: Planner,
     /// Bytes taken by factoring the second moments of this many inputs, besides the result.
     pub factor: fn(usize) -> usize,
     /// Most bytes taken by rounding a weight of this shape to a trellis code, besides moments and their factor.

@@ -9,12 +9,10 @@
 pub(crate) mod pack;
 pub(crate) mod products;
 
-use super::input::Prepared;
-use super::kernel::LinearKernel;
+use super::kernel::PanelProduct;
 use super::pack::PanelWeight;
 use crate::memory::Buffer;
 use crate::simd::LANES;
-use crate::table::KernelTable;
 use crate::with_scratch;
 use nq_formats::trellis::Code;
 use pack::{PANELS, QUADS};
@@ -73,19 +71,13 @@ fn finish(w: &PanelWeight, first: usize, columns: usize, out: &mut [f32]) {
 /// Few columns: every strip is read once for a block of them, and states are made in registers.
 ///
 /// # Safety
-/// That of a [`LinearKernel`]'s function.
-pub(super) unsafe fn gemv(
-    kernel: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+/// That of [`RunPanels`](super::kernel::RunPanels).
+pub(super) unsafe fn gemv(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (kernel, table, w, x, panels) = (p.kernel, p.table, p.w, p.x, &p.panels);
     let of_columns = &table.trellis.gemv[kernel.planes() - 1];
     let place = w.trellis().place().min(of_columns[0].len() - 1);
     let (gemv, size) = (of_columns[x.width - 1][place], x.columns() * LANES);
-    for (strip, own) in strips(&panels) {
+    for (strip, own) in strips(panels) {
         let out = &mut out[own.start * size..own.end * size];
         for block in 0..x.blocks() {
             let out = &mut out[block * x.width * LANES..];
@@ -99,110 +91,83 @@ pub(super) unsafe fn gemv(
 /// Many columns: the bytes of states are written out once for all of them.
 ///
 /// # Safety
-/// That of a [`LinearKernel`]'s function.
-pub(super) unsafe fn gemm(
-    kernel: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+/// That of [`RunPanels`](super::kernel::RunPanels).
+pub(super) unsafe fn gemm(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (kernel, table, x) = (p.kernel, p.table, p.x);
     let dots = match kernel.planes() {
         1 => &table.trellis.dot,
         _ => &table.trellis.dot_wide,
     };
     let stride = x.columns() * LANES;
-    each_piece(
-        table,
-        w,
-        panels,
-        out,
-        stride,
-        |quads, inputs, panels, out| {
-            let groups = inputs.start / x.share..inputs.end / x.share;
-            let dot = dots[panels - 1][x.width - 1];
-            let words = quads.len() / panels;
-            for block in 0..x.blocks() {
-                let out = &mut out[block * x.width * LANES..];
-                // SAFETY: by contract; a panel's outputs of block `block` start at its columns.
-                unsafe {
-                    dot(
-                        quads.as_ptr(),
-                        words,
-                        x,
-                        block,
-                        groups.clone(),
-                        out.as_mut_ptr(),
-                        stride,
-                    )
-                };
-            }
-        },
-    );
+    each_piece(p, out, stride, |quads, inputs, panels, out| {
+        let groups = inputs.start / x.share..inputs.end / x.share;
+        let dot = dots[panels - 1][x.width - 1];
+        let words = quads.len() / panels;
+        for block in 0..x.blocks() {
+            let out = &mut out[block * x.width * LANES..];
+            // SAFETY: by contract; a panel's outputs of block `block` start at its columns.
+            unsafe {
+                dot(
+                    quads.as_ptr(),
+                    words,
+                    x,
+                    block,
+                    groups.clone(),
+                    out.as_mut_ptr(),
+                    stride,
+                )
+            };
+        }
+    });
 }
 
 /// Activations that are not rounded, any number of columns: states become floats in a tile.
 ///
 /// # Safety
-/// That of a [`LinearKernel`]'s function.
-pub(super) unsafe fn gemm_f32(
-    _: &LinearKernel,
-    table: &KernelTable,
-    w: &PanelWeight,
-    x: &Prepared,
-    panels: Range<usize>,
-    out: &mut [f32],
-) {
+/// That of [`RunPanels`](super::kernel::RunPanels).
+pub(super) unsafe fn gemm_f32(p: &PanelProduct<'_>, out: &mut [f32]) {
+    let (table, w, x) = (p.table, p.w, p.x);
     let code = w.trellis().code();
     let stride = x.columns() * LANES;
-    each_piece(
-        table,
-        w,
-        panels,
-        out,
-        stride,
-        |quads, inputs, panels, out| {
-            with_scratch!(Buffer<f32>, |tile| {
-                let tile = tile.reserve(panels * inputs.len() * LANES);
-                (table.trellis_values)(code, quads, tile);
-                for block in 0..x.blocks() {
-                    let from = (block * w.inputs + inputs.start) * x.width;
-                    let out = &mut out[block * x.width * LANES..];
-                    // SAFETY: block `block` holds `w.inputs * width` values, of which those of `inputs` are used; a panel's
-                    // outputs of the block start at its columns.
-                    unsafe {
-                        (table.tile[panels - 1][x.width - 1])(
-                            inputs.len(),
-                            tile.as_ptr(),
-                            inputs.len() * LANES,
-                            x.floats.as_ptr().add(from),
-                            out.as_mut_ptr(),
-                            stride,
-                            LANES,
-                            inputs.start > 0,
-                        );
-                    }
+    each_piece(p, out, stride, |quads, inputs, panels, out| {
+        with_scratch!(Buffer<f32>, |tile| {
+            let tile = tile.reserve(panels * inputs.len() * LANES);
+            (table.trellis_values)(code, quads, tile);
+            for block in 0..x.blocks() {
+                let from = (block * w.inputs + inputs.start) * x.width;
+                let out = &mut out[block * x.width * LANES..];
+                // SAFETY: block `block` holds `w.inputs * width` values, of which those of `inputs` are used; a panel's
+                // outputs of the block start at its columns.
+                unsafe {
+                    (table.tile[panels - 1][x.width - 1])(
+                        inputs.len(),
+                        tile.as_ptr(),
+                        inputs.len() * LANES,
+                        x.floats.as_ptr().add(from),
+                        out.as_mut_ptr(),
+                        stride,
+                        LANES,
+                        inputs.start > 0,
+                    );
                 }
-            });
-        },
-    );
+            }
+        });
+    });
 }
 
 /// Calls `f` for pieces of each strip of `panels`: as many panels as kernels take at a time, or one, and a chunk of inputs,
 /// with the piece's quads, `[panels][quads][16]`, the inputs, the number of panels and their part of `out`, of which
 /// each panel has `stride` floats. Then applies the rows' scales.
 fn each_piece(
-    table: &KernelTable,
-    w: &PanelWeight,
-    panels: Range<usize>,
+    p: &PanelProduct<'_>,
     out: &mut [f32],
     stride: usize,
     f: impl Fn(&[u32], Range<usize>, usize, &mut [f32]),
 ) {
+    let (table, w, panels) = (p.table, p.w, &p.panels);
     let t = w.trellis();
     with_scratch!(Buffer<u32>, |buffer| {
-        for (strip, own) in strips(&panels) {
+        for (strip, own) in strips(panels) {
             let out = &mut out[own.start * stride..own.end * stride];
             for from in (0..w.inputs).step_by(CHUNK) {
                 let inputs = from..(from + CHUNK).min(w.inputs);

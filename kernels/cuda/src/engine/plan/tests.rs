@@ -238,8 +238,8 @@ impl PlannedModel {
         PlannedModel { config, head }
     }
 
-    fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> Request<'a> {
-        Request {
+    fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> MemoryRequest<'a> {
+        MemoryRequest {
             info: &INFO,
             together: MOST_SEQUENCES,
             config: &self.config,
@@ -375,7 +375,7 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
         cpu(36, 2_800_000_000)
     );
     // What sessions to come shall have is not taken by rooms, but by all experts if they fit.
-    let later = Request {
+    let later = MemoryRequest {
         session: None,
         ..model.request(0, &spec)
     };

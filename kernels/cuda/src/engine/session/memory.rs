@@ -6,7 +6,7 @@ use super::step_rows::{StepRows, most_rows};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
 use crate::engine::layer::largest_mixture;
-use crate::engine::request::Request;
+use crate::engine::request::MemoryRequest;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{
     Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom, stacked,
@@ -32,10 +32,10 @@ impl SessionMemory {
     /// Allocates it for the model of `request`. The rotary table is not written yet.
     pub(in crate::engine) fn new(
         gpu: &Gpu,
-        request: &Request<'_>,
+        request: &MemoryRequest<'_>,
         spec: &SessionSpec,
     ) -> Result<Self> {
-        let Request {
+        let MemoryRequest {
             config: c,
             kernels,
             head,

@@ -52,9 +52,9 @@ pub(super) struct StepRows {
     pub(super) adjust: Adjustments,        // [rows]
     pub(super) ring: Mapped<u32>,          // [rows, RING]
     pub(super) logprobs: Mapped<Logprobs>, // [rows, RING]
-    pub(super) seats: Vec<Seat>,           // [rows]
+    pub(super) seats: Vec<RowState>,       // [rows]
     /// Which sequences sat in the rows of each step that is queued and not received.
-    pub(super) queued: VecDeque<Vec<Seat>>,
+    pub(super) queued: VecDeque<Vec<RowState>>,
     /// True after a row was written: the embedding of its token is still to be looked up.
     pub(super) written: bool,
 }
@@ -108,7 +108,7 @@ pub(super) fn best_values(
 
 /// A row's state, as the host knows it.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Seat {
+pub(super) struct RowState {
     /// The sequence; `None` if the row runs idle.
     pub(super) slot: Option<usize>,
     /// Draws queued in this row so far, by all sequences that sat there.
@@ -193,7 +193,7 @@ impl StepRows {
             adjust: Adjustments::new(gpu, w.vocab, rows)?,
             ring: gpu.mapped("sampled tokens", rows * RING, PENDING)?,
             logprobs: gpu.mapped("sampled tokens", rows * RING, Logprobs::default())?,
-            seats: vec![Seat::default(); rows],
+            seats: vec![RowState::default(); rows],
             queued: VecDeque::new(),
             written: false,
         })

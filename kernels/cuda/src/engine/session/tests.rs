@@ -6,7 +6,7 @@ use crate::driver::trace::{imagined, launches};
 use crate::engine::adapters::{Adapted, AdaptedSequences, CudaAdapters, by_row};
 use crate::engine::layer::CudaLayers;
 use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
-use crate::engine::request::Request;
+use crate::engine::request::MemoryRequest;
 use crate::engine::weights::TrellisCodes;
 use crate::{
     DeltaSpan, DeviceLinear, Gpu, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, PackedKind,
@@ -61,7 +61,7 @@ fn kernels(
     let spec = session_spec(MOST_WIDE_SEQUENCES, 512, KvType::F16, 256);
     let adapters = CudaAdapters::imagined(gpu, c, 2).unwrap();
     let head = DeviceLinear::zeros(gpu, INT4, &[c.vocab_size], c.hidden_size).unwrap();
-    let request = Request {
+    let request = MemoryRequest {
         info: gpu.info(),
         together: MOST_WIDE_SEQUENCES,
         config: c,

@@ -3,7 +3,7 @@
 use crate::engine::adapters::by_row;
 use crate::engine::session::CudaSession;
 use crate::engine::session::graphs::{StepEnd, StepKind};
-use crate::engine::session::step_rows::{PENDING, RING, Seat, idle_step};
+use crate::engine::session::step_rows::{PENDING, RING, RowState, idle_step};
 use crate::{MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling, Step};
 use nq_runtime::checks::check_tokens;
 use nq_runtime::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead, bucket};
@@ -50,10 +50,10 @@ fn draws(sampler: &Sampler, more: usize) -> i32 {
     (sampler.position().wrapping_add(more as u64) % DRAWS) as i32
 }
 
-impl Seat {
+impl RowState {
     fn of(slot: usize, sampler: &Sampler, drawn: i32) -> Self {
         let p = sampler.params();
-        Seat {
+        RowState {
             slot: Some(slot),
             drawn,
             lists: sampler.adjusts() || !(p.is_greedy() || p.top_k == 1),
@@ -141,7 +141,7 @@ impl CudaSession {
     }
 
     /// Waits for the token that `row` drew for `seat`.
-    fn wait_for(&mut self, row: usize, seat: Seat) -> Result<Drawn> {
+    fn wait_for(&mut self, row: usize, seat: RowState) -> Result<Drawn> {
         let at = row * RING + seat.drawn as usize % RING;
         let mut spins = 0u32;
         let token = loop {
@@ -226,15 +226,15 @@ impl StepsAhead for CudaSession {
         };
         self.stream.put_checked(&mut self.step.step, row, &[step])?;
         self.step.written = true;
-        self.step.seats[row] = Seat::of(slot, sampler, drawn);
+        self.step.seats[row] = RowState::of(slot, sampler, drawn);
         Ok(())
     }
 
     fn vacate(&mut self, row: usize) -> Result<()> {
         let drawn = self.step.seats[row].drawn;
-        self.step.seats[row] = Seat {
+        self.step.seats[row] = RowState {
             drawn,
-            ..Seat::default()
+            ..RowState::default()
         };
         let idle = idle_step(self.pages.idle_slot(), drawn);
         self.stream.put_checked(&mut self.step.step, row, &[idle])?;
@@ -295,7 +295,7 @@ impl StepsAhead for CudaSession {
                     behind: if i == 0 { behind } else { 0 },
                     shift,
                 });
-                seats.push(Seat::of(run.slot, run.sampler, drawn));
+                seats.push(RowState::of(run.slot, run.sampler, drawn));
                 samplings.push(sampling(run.sampler, draws(run.sampler, 0)));
             }
             self.stepped(run.slot, len, run.tokens.len());
@@ -320,12 +320,12 @@ impl StepsAhead for CudaSession {
         self.hand_over(fed.map(|r| (r.slot, self.tables.len(r.slot) - r.tokens.len(), r.tokens)))?;
         seats.extend_from_slice(&self.step.seats[rows..m]);
         for (seat, done) in self.step.seats.iter_mut().zip(&seats) {
-            *seat = Seat {
+            *seat = RowState {
                 drawn: done.drawn.wrapping_add(1),
-                ..Seat::default()
+                ..RowState::default()
             };
         }
-        let idle = |seat: &Seat| idle_step(self.pages.idle_slot(), seat.drawn);
+        let idle = |seat: &RowState| idle_step(self.pages.idle_slot(), seat.drawn);
         let idle: Vec<Step> = self.step.seats[..rows].iter().map(idle).collect();
         self.stream.put_checked(&mut self.step.step, 0, &idle)?;
         self.step.queued.push_back(seats);
