@@ -346,9 +346,9 @@ impl CudaModel {
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
         if on_host > 0 {
-            let why = match (cpu_experts, tells_all) {
-                (None, false) => {
-                    ": single experts have places only where a file says how each weight is quantized"
+            let why = match (cpu_experts, stage) {
+                (None, None) => {
+                    ": single experts have places only where a file says how each is quantized"
                 }
                 _ => "",
             };

@@ -186,13 +186,23 @@ pub(super) fn expert_table(gpu: &Gpu, c: &ModelConfig) -> nq_kernels::Result<Exp
     ExpertTable::new(gpu, c.num_hidden_layers, most)
 }
 
-/// The stacks that prompts make of the experts of a model's banks; `None` without experts.
+/// The stacks that prompts make of the experts of a model's banks; `None` without experts, and where some are not
+/// quantized, which take too much of a bus.
 ///
 /// # Errors
 /// A weight that no kernel serves.
 pub(super) fn stage_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<StageSizes>> {
     let mut sizes: Option<StageSizes> = None;
     for index in 0..c.num_hidden_layers {
+        let experts = c.layer(index).experts();
+        let mut linears = experts.into_iter().flat_map(|(_, experts)| {
+            [&experts.gate_up, &experts.down]
+                .into_iter()
+                .flat_map(|product| product.linears.iter())
+        });
+        if linears.any(|l| matches!(kinds(&l.name(index)), WeightKind::Dense(_))) {
+            return Ok(None);
+        }
         if let Some(bank) = BankShape::of(c, kinds, index, &held_by_plan(c, kinds, index, false))? {
             sizes = Some(sizes.unwrap_or_default().with(bank.shapes, bank.experts));
         }

@@ -83,22 +83,12 @@ fn whatever_has_room_computes_the_same() {
         experts: Some(experts(7, 2048, 2048)),
         ..wide_hybrid("qwen35moe", 4, false)
     };
-    // Without schemes that a file could state.
-    let unquantized = ModelConfig {
-        experts: Some(experts(4, 768, 0)),
-        ..at_once.clone()
-    };
     for (config, name) in [
         (at_once, "at once"),
         (by_kernels, "by kernels"),
         (with_shared, "a shared one"),
-        (unquantized, "unquantized"),
     ] {
-        let store = Store::random(&config, 5);
-        let store = match name {
-            "unquantized" => store,
-            _ => store.quantized(int4),
-        };
+        let store = Store::random(&config, 5).quantized(int4);
         let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |gpu_memory| {
             let options = LoadOptions {
