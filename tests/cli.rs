@@ -321,7 +321,10 @@ fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
     let links = home.path().join("links");
     std::fs::create_dir(&links).expect("a folder");
     std::os::unix::fs::symlink(&own, links.join("linked")).expect("a link");
-    let out = nq(home.path(), &["list", links.to_str().expect("UTF-8"), "--json"]);
+    let out = nq(
+        home.path(),
+        &["list", links.to_str().expect("UTF-8"), "--json"],
+    );
     let linked: serde_json::Value = serde_json::from_str(&stdout(&out)).expect("JSON");
     assert_eq!(linked[0]["name"], "linked");
     assert_eq!(linked[0]["file_bytes"], rows[0]["file_bytes"]);
