@@ -317,6 +317,17 @@ fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
     let rows: serde_json::Value = serde_json::from_str(&stdout(&out)).expect("JSON");
     assert_eq!(rows[0]["bits_per_weight"], 16.0);
     assert!(rows[0]["file_bytes"].as_u64() > Some(27_000_000) && rows[0]["kld"].is_null());
+    // A link to a model is as large as the model.
+    let links = home.path().join("links");
+    std::fs::create_dir(&links).expect("a folder");
+    std::os::unix::fs::symlink(&own, links.join("linked")).expect("a link");
+    let out = nq(
+        home.path(),
+        &["list", links.to_str().expect("UTF-8"), "--json"],
+    );
+    let linked: serde_json::Value = serde_json::from_str(&stdout(&out)).expect("JSON");
+    assert_eq!(linked[0]["name"], "linked");
+    assert_eq!(linked[0]["file_bytes"], rows[0]["file_bytes"]);
     // Downloads are reported with their path; one that fails gives exit code 1.
     let out = nq(home.path(), &["pull", "nobody/nothing", "--offline"]);
     assert_eq!(out.status.code(), Some(1));

@@ -83,7 +83,7 @@ pub(crate) struct BenchArgs {
     /// Show time, bandwidth and calls per operation
     #[arg(long)]
     pub breakdown: bool,
-    /// Write the figures, with the machine and hashes of the model's files, to this file, as others can use them
+    /// Write the figures, with the machine and hashes of the model's files, to this file, for others to use
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
     /// Skip the chat test

@@ -191,7 +191,8 @@ fn rows(models: Vec<Stored>, place: StoredIn) -> Vec<ModelRow> {
             place,
             format,
             codes: record.map(|r| r.codes()),
-            file_bytes: size_of_tree(&path),
+            // A link to a model is as large as the model.
+            file_bytes: size_of_tree(&path.canonicalize().unwrap_or_else(|_| path.clone())),
             bits_per_weight,
             kld,
             path,

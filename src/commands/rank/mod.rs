@@ -64,7 +64,7 @@ pub(crate) struct RankArgs {
     /// Write a report as self-contained .html
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Write the figures, with the machine and hashes of the files, to this file, as others can use them
+    /// Write the figures, with the machine and hashes of the files, to this file, for others to use
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
 }
