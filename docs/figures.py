@@ -513,15 +513,23 @@ def ranked_hybrid():
     return ranking("2026-11-30-rank-hybrid.csv")
 
 
-def agreement():
+def agreeing(record):
     lines = []
-    for r in rows("2026-11-29-rank-agreement.csv"):
+    for r in rows(record):
         differs = float(r["nq_f32"]) / float(r["llama_f32"]) - 1 if float(r["llama_f32"]) > 1e-5 else None
         lines.append([
             r["file"], *(f"{float(r[column]):.5f}" for column in ("llama_as_run", "llama_f32", "nq_f32")),
             "" if differs is None else f"{100 * differs:+.1f} %",
         ])
     return table(["file", "llama.cpp as it runs", "llama.cpp in F32", "nq in f32", "difference in F32"], lines)
+
+
+def agreement():
+    return agreeing("2026-11-29-rank-agreement.csv")
+
+
+def agreement_hybrid():
+    return agreeing("2026-11-30-rank-agreement-hybrid.csv")
 
 
 def sent():

@@ -8,7 +8,7 @@ README may hold no measurement without such a name.
 import math
 import re
 
-from records import ROOT, percent, record, row, whole
+from records import ROOT, percent, record, row, rows, whole
 
 LAYERS = "2026-11-24-gpu-layers.csv"
 TRELLIS_SPEED = "2026-11-27-trellis-layers.csv"
@@ -20,6 +20,7 @@ BUILD = "2026-11-23-build-time.csv"
 HEADS = "2026-11-28-draft-heads.csv"
 GGUF = "2026-11-29-gpu-gguf.csv"
 FIT_GPU = "2026-11-29-fit-gpu.csv"
+FIT_BENCH = "2026-11-30-fit-bench.csv"
 
 
 def layers(model, weights, column="tok_s"):
@@ -59,6 +60,11 @@ def most_off():
     return str(math.ceil(max(abs(float(r[-1])) for r in rows) * 100))
 
 
+def bench_off(machine):
+    """Where `nq fit` was off most beside `nq bench` on a machine, in percent, rounded up."""
+    return str(math.ceil(max(abs(float(r["off"])) for r in rows(FIT_BENCH, machine=machine)) * 100))
+
+
 VALUES = {
     "build_seconds": lambda: built("matrixmultiply: cargo install --path . --locked into an empty folder, two idle cores"),
     # Speed: one sequence on one H200, random weights of the published shapes.
@@ -71,6 +77,7 @@ VALUES = {
     "gguf_decode": lambda: f"{gguf('nq', 'tg128') / gguf('llama.cpp', 'tg128'):.2f}",
     "gguf_prompt": lambda: f"{gguf('nq', 'pp512') / gguf('llama.cpp', 'pp512'):.2f}",
     "fit_off": most_off,
+    "fit_bench_off": lambda: bench_off("one H200"),
     # Quality: the demo model, 300,000 bytes of books, or 700,000.
     "less_q4_k_m": lambda: less(kld("--target-size 8721408B"), kld("Q4_K_M")),
     "less_trellis": lambda: less(row(TRELLIS, flags="--bits 3 --target-size 8580000B")["kld_f32"],

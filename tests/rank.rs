@@ -234,6 +234,11 @@ fn what_cannot_be_ranked_is_refused() {
     };
     refused(&[], 2, "expected files to rank");
     refused(&["demo", "--report", "x.md"], 2, "ends in .html");
+    refused(
+        &["demo", "--record", "no-such/x.json"],
+        1,
+        "record: expected a file in a folder",
+    );
     refused(&["demo", "--windows", "0"], 2, "1 to 4096");
     refused(&["no-such-model"], 1, "no model \"no-such-model\"");
     refused(&["demo", "--keep", "1MB"], 1, "--windows needs less");

@@ -5,12 +5,15 @@
 
 SOURCE is the unquantized model, FOLDERs its EXL3 files. Windows of 512 tokens of the first bytes of TEXT, of which the
 second half is scored. exllamav3 runs source and files as it does (weights and inputs in f16), nq both in f32. The floor is
-the divergence of the source in exllamav3 from the source in transformers, in f32. Needs a GPU, exllamav3, transformers.
+the divergence of the source in exllamav3 from the source in transformers, in f32. exllamav3 1.6.5 looks for the tensors of
+text models of Qwen3.5 where whole models have them, so that it gets copies with these names. Needs a GPU, exllamav3,
+transformers, safetensors.
 """
 
 import argparse
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,11 +21,24 @@ from pathlib import Path
 
 import torch
 from exllamav3 import Config, Model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 WINDOW = 512
 SCORED = slice(WINDOW // 2, WINDOW - 1)
+
+
+def renamed(folder, scratch):
+    """The folder as exllamav3 reads it."""
+    if json.loads((folder / "config.json").read_text())["architectures"] != ["Qwen3_5ForCausalLM"]:
+        return folder
+    copy = Path(scratch) / folder.name
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors*"))
+    for part in folder.glob("*.safetensors"):
+        whole = lambda name: f"model.language_{name}" if name.startswith("model.") else name
+        save_file({whole(name): tensor for name, tensor in load_file(part).items()}, copy / part.name)
+    return copy
 
 
 def by_exllamav3(folder, windows):
@@ -63,7 +79,8 @@ def main():
     text = args.text.read_bytes()[: args.bytes].decode(errors="ignore")
     ids = torch.tensor(Tokenizer.from_file(str(args.source / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
     windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
-    source = by_exllamav3(args.source, windows)
+    scratch = tempfile.TemporaryDirectory()
+    source = by_exllamav3(renamed(args.source, scratch.name), windows)
     floor = divergence(by_transformers(args.source, windows), source)
     lines = csv.writer(sys.stdout, lineterminator="\n")
     lines.writerow("file,tokens,exllamav3,exllamav3_se,exllamav3_same_top1,nq_f32,nq_same_top1,ratio,floor".split(","))
@@ -71,7 +88,7 @@ def main():
         file.write(text)
         file.flush()
         for folder in args.folders:
-            mean, error, same = divergence(source, by_exllamav3(folder, windows))
+            mean, error, same = divergence(source, by_exllamav3(renamed(folder, scratch.name), windows))
             command = [args.nq, "eval", folder, "--against", args.source, "--protocol", "llama", "--ctx", WINDOW, "--text",
                        file.name, "--activations", "f32", "--json"]
             done = subprocess.run([str(part) for part in command], capture_output=True, text=True)

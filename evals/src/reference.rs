@@ -90,7 +90,8 @@ const FOOTER_ROW: usize = 80;
 enum PassTarget<'a> {
     F32(&'a mut [f32]),
     F16(&'a mut [f16]),
-    File(&'a File),
+    /// A file, and the one whose place it will take.
+    File(&'a File, &'a Path),
 }
 
 /// Log-probabilities of a row of logits, in the bytes of a file.
@@ -183,7 +184,12 @@ impl ReferenceLogits {
         let plan = Plan::new(tokens, spec, reference)?;
         let vocab = reference.config().vocab_size;
         let beside = Beside::new(path)?;
-        let rows = Self::pass(reference, &plan, PassTarget::File(beside.file()), progress)?;
+        let rows = Self::pass(
+            reference,
+            &plan,
+            PassTarget::File(beside.file(), path),
+            progress,
+        )?;
         let key = key.to_owned();
         let footer = serde_json::to_vec(&Footer { key, vocab, rows })
             .map_err(std::io::Error::from)
@@ -298,7 +304,7 @@ impl ReferenceLogits {
                 let at = first * vocab;
                 let row = |i: usize| (logits[0].row(start + i), found[start + i].lse);
                 match &mut target {
-                    PassTarget::File(file) => kept[start..start + count]
+                    PassTarget::File(file, path) => kept[start..start + count]
                         .par_iter_mut()
                         .enumerate()
                         .try_for_each(|(i, kept)| {
@@ -307,7 +313,7 @@ impl ReferenceLogits {
                             kept.check = check(&bytes);
                             file.write_all_at(&bytes, 2 * (at + i * vocab) as u64)
                         })
-                        .map_err(write_error(Path::new("reference log-probabilities")))?,
+                        .map_err(write_error(path))?,
                     PassTarget::F32(all) => all[at..at + count * vocab]
                         .par_chunks_exact_mut(vocab)
                         .enumerate()

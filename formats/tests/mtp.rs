@@ -273,6 +273,17 @@ fn write(source: &Checkpoint, format: ExportFormat, out: &Path) -> Checkpoint {
     written
 }
 
+/// The layer's bytes are those of the tensors whose names begin so.
+fn check_bytes(checkpoint: &Checkpoint, layer: &str) {
+    let entries = checkpoint.store().entries().into_iter();
+    let of_layer = entries.filter(|e| e.name.starts_with(layer));
+    let parts = checkpoint.part_bytes();
+    assert_eq!(parts.mtp, of_layer.map(|e| e.bytes).sum::<u64>());
+    assert!(parts.mtp > 0 && parts.body > 0 && parts.embedding_and_head > 0);
+    let all = parts.body + parts.embedding_and_head + parts.mtp;
+    assert_eq!((all, parts.tower), (checkpoint.tensor_bytes(), 0));
+}
+
 /// A block behind the others in GGUF files, a layer like the others in nq's folders: the same numbers in each.
 #[test]
 fn the_layer_goes_through_every_format_of_nq() {
@@ -283,6 +294,8 @@ fn the_layer_goes_through_every_format_of_nq() {
         fs::copy(path("m/tokenizer.json"), path("changed/tokenizer.json")).unwrap();
         let gguf = write(&source, ExportFormat::Gguf, &path("m.gguf"));
         assert_eq!(left(&gguf), [""; 0], "{family}");
+        check_bytes(&source, "mtp.");
+        check_bytes(&gguf, "blk.2.");
         let tensors: Vec<String> = gguf.store().entries().into_iter().map(|e| e.name).collect();
         for part in [
             "nextn.eh_proj",
@@ -317,6 +330,7 @@ fn the_layer_goes_through_every_format_of_nq() {
         let quantized = Checkpoint::open(&path("q.gguf")).unwrap();
         let nq = write(&quantized, ExportFormat::Nq, &path("nq"));
         assert_eq!(left(&nq), [""; 0], "{family}");
+        check_bytes(&nq, "mtp.");
         let record = nq::record(&nq).unwrap().unwrap();
         assert!(record.scheme(mtp::FC).is_some());
         assert!(

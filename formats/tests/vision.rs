@@ -280,6 +280,14 @@ fn folders_of_nq_hold_the_tower_as_it_was() {
     assert_eq!(tower(&made), tower(&source));
     assert_eq!(made.tower_bytes(), source.tower_bytes());
     assert!(made.tower_bytes() > 0 && made.bits_per_weight() < 33.0);
+    for checkpoint in [source, made] {
+        let entries = checkpoint.store().entries().into_iter();
+        let of_tower = entries.filter(|e| e.name.contains("visual."));
+        let parts = checkpoint.part_bytes();
+        assert_eq!(parts.tower, of_tower.map(|e| e.bytes).sum::<u64>());
+        let all = parts.body + parts.embedding_and_head + parts.mtp + parts.tower;
+        assert_eq!(all, checkpoint.tensor_bytes());
+    }
 }
 
 /// Where a test writes: a folder of `NQ_VISION`, to look at what was written, or a temporary one.

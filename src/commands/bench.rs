@@ -4,6 +4,7 @@ mod alike;
 mod image;
 mod text;
 
+use super::eval::check_output;
 use super::synth::parse_preset;
 use crate::adapters;
 use crate::at_load;
@@ -188,6 +189,9 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
             "bench",
             "nothing to measure: -p and -n are both 0",
         ));
+    }
+    if let Some(path) = &args.record {
+        check_output("record", path)?;
     }
     let terminal = Terminal::new();
     if args.mixed {

@@ -143,7 +143,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         if let Err(e) = render::DocumentForm::of(path) {
             return Err(conflict("eval", e.to_string()));
         }
-        check_report(path)?; // before hours of work, not after
+        check_output("report", path)?; // before hours of work, not after
     }
     score_threads(global);
     let terminal = Terminal::new();
@@ -469,15 +469,15 @@ pub(super) fn command_line() -> String {
     format!("nq {}", words.join(" "))
 }
 
-/// Checks, as far as possible beforehand, that a report can be written to `path`.
-pub(super) fn check_report(path: &Path) -> anyhow::Result<()> {
+/// Checks, as far as possible beforehand, that `what`, a report or a record, can be written to `path`.
+pub(super) fn check_output(what: &str, path: &Path) -> anyhow::Result<()> {
     let folder = match path.parent() {
         Some(p) if p != Path::new("") => p,
         _ => Path::new("."),
     };
     if path.is_dir() || !folder.is_dir() {
         bail!(
-            "report: expected a file in a folder that exists, found {}",
+            "{what}: expected a file in a folder that exists, found {}",
             path.display()
         );
     }

@@ -242,11 +242,15 @@ pub(crate) fn together(c: &ModelConfig, clients: usize) -> Option<Computed> {
     Some(Computed::by(one.record, low * (high / low).powf(part)))
 }
 
-/// Prompts of 512 tokens on an H100 or H200, which have as much arithmetic; `None` for others, of which no record has the speed.
+/// Prompts of 512 tokens on an H100 or H200, which have as much arithmetic; `None` for others and for codes of which no record has
+/// the speed.
 pub(crate) fn prompt_on_gpu(c: &ModelConfig, codes: &str, kernels: Kernels) -> Option<Computed> {
     let shape = Workload::of(c);
-    let integer = !codes.starts_with("trellis") && kernels == Kernels::Hopper;
-    let row = nearest(Kernels::Hopper, SIMPLE, "prompt", shape).filter(|_| integer)?;
+    let codes = match codes.starts_with("trellis") {
+        true => codes,
+        false => SIMPLE,
+    };
+    let row = nearest(kernels, codes, "prompt", shape).filter(|row| row.kernels == kernels)?;
     let all = |shape: Workload| shape.weights * shape.layers;
     Some(Computed::by(
         row.record,

@@ -447,6 +447,9 @@ fn what_no_record_has_is_not_claimed() {
         assert!(coded.fits && coded.tok_s.is_none(), "{coded:?}");
         let coded = row("qwen3-8b", "--trellis", ONE, &with("H100 SXM"));
         assert!(coded.tok_s.is_some(), "{coded:?}");
+        assert_eq!(coded.prompt_tok_s, Some(22098.0));
+        let coded = row("qwen3-8b", "--trellis --bits 3", ONE, &with("H100 SXM"));
+        assert!(coded.tok_s.is_some() && coded.prompt_tok_s.is_none());
     }
 }
 

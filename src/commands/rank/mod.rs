@@ -3,7 +3,7 @@
 mod kept;
 mod tasks;
 
-use super::eval::{USUAL_WIDTH, blocks, check_report, command_line, date, score_threads};
+use super::eval::{USUAL_WIDTH, blocks, check_output, command_line, date, score_threads};
 use crate::at_load;
 use crate::flags::{Global, conflict, parse_size};
 use crate::machine;
@@ -229,7 +229,10 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
             let why = format!("report: expected a file that ends in .html, found {found}");
             return Err(conflict("rank", why));
         }
-        check_report(path)?;
+        check_output("report", path)?;
+    }
+    if let Some(path) = &args.record {
+        check_output("record", path)?;
     }
     let mut names = args.files.clone();
     if let Some(list) = &args.list {
@@ -254,6 +257,12 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
         ..global.load_options()
     };
     let mut source = open(&args.source, exact)?;
+    if source.model.checkpoint.store().quantization().is_some() {
+        terminal.note(&format!(
+            "{} is quantized itself ({}): divergences are from it, not from what it was made of",
+            source.facts.source, source.recorded.codes
+        ));
+    }
     let too_large = source.check_memory().err();
     let layer_by_layer = args.layer_by_layer || too_large.is_some();
     if let Some(why) = too_large.filter(|_| !args.layer_by_layer) {
