@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Times of images on a GPU: the 27-layer tower beside llama.cpp's, and the tokens of others while images are encoded.
+"""Times of images: the towers of 27B on a GPU and of 0.8B on two CPU cores beside llama.cpp's, and the tokens of others while
+images are encoded.
 
     benches/images.py --nq target/release/nq --mtmd llama.cpp/build/bin/llama-mtmd-cli --folder /dev/shm --record images.csv
 
 Needs torch with a GPU, transformers (5.17 or later), tokenizers, safetensors and Pillow. Models have random weights in bf16: the
-tower of the published shape (27 blocks of 1,152, 16 heads of 72) beside text layers of 27B's. What is measured:
+tower of the published shape (27 blocks of 1,152, 16 heads of 72) beside text layers of 27B's, and 0.8B's (12 blocks of 768). What
+is measured:
 
 - `nq bench --image` of 512, 1024 and 2048 pixels a side: pixels, tower and prompt until the first token;
 - llama.cpp's time for the same images by the same weights, as `nq convert --format gguf` writes them;
+- 0.8B's tower with an image of 512 pixels a side on two CPU cores, by both;
+- the first token behind an image with two numbers of 4-bit text layers, and by them with all 64 of 27B;
 - the time between tokens of one chat, alone, beside 16 prompts of 1,024 tokens, and beside 16 images of 1024 and of 2048 pixels.
 """
 
@@ -37,21 +41,28 @@ SIDES = (512, 1024, 2048)
 OTHERS = 16
 
 
-def write(folder, layers):
-    """A folder with the published tower and as many text layers of 27B, at random."""
+# Of text layers, and of the tower.
+LARGE = (dict(hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48),
+         dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16))
+SMALL = (dict(hidden_size=1024, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2, linear_num_value_heads=16),
+         dict(depth=12, hidden_size=768, intermediate_size=3072, num_heads=12))
+LAYERS = 64  # of 27B
+
+
+def write(folder, layers, shape=LARGE):
+    """A folder with a published tower and as many of its text layers, at random."""
     if (folder / "config.json").exists():
         return folder
     tokens = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     config = Qwen3_5Config(
         text_config=dict(
-            vocab_size=tokens.get_vocab_size(), hidden_size=5120, intermediate_size=17408, num_hidden_layers=layers, num_attention_heads=24,
-            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), num_key_value_heads=4, head_dim=256,
-            linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
+            vocab_size=tokens.get_vocab_size(), num_hidden_layers=layers, head_dim=256, linear_num_key_heads=16, **shape[0],
+            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), linear_key_head_dim=128, linear_value_head_dim=128,
             max_position_embeddings=32768, tie_word_embeddings=False, eos_token_id=tokens.token_to_id("<|im_end|>"), pad_token_id=None, bos_token_id=None,
             rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                              "mrope_section": [11, 11, 10], "mrope_interleaved": True}),
-        vision_config=dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16, temporal_patch_size=2,
-                           spatial_merge_size=2, num_position_embeddings=2304, out_hidden_size=5120),
+        vision_config=dict(patch_size=16, temporal_patch_size=2, spatial_merge_size=2, num_position_embeddings=2304,
+                           out_hidden_size=shape[0]["hidden_size"], **shape[1]),
         tie_word_embeddings=False, **sight.special_ids(tokens))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -74,27 +85,38 @@ def picture(side, number):
     return file.getvalue()
 
 
-def towers(nq, model, rows):
-    for side in SIDES:
-        command = [nq, "bench", model, "--device", "cuda", "--no-chat", "-p", "64", "-n", "16", "--json"]
-        command += ["--image", f"{side}x{side}"]
+def towers(nq, model, what, sides, rows, flags=("--device", "cuda")):
+    for side in sides:
+        command = [nq, "bench", model, "--no-chat", "-p", "64", "-n", "16", "--json", "--image", f"{side}x{side}", *flags]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(done.stderr, flush=True)
             continue
         image = json.loads(done.stdout)[-1]["image"]
-        rows.append({"what": f"nq, {side} x {side}", **{key: image[key] for key in sorted(image) if key.endswith("_ms")}})
+        rows.append({"what": f"nq, {what}, {side} x {side}", **{key: image[key] for key in sorted(image) if key.endswith("_ms")}})
         print(rows[-1], flush=True)
 
 
-def mtmd(nq, cli, model, folder, rows):
+def first_token(few, many, rows):
+    """What the first token behind an image takes with all layers, by rows with 4 and with 16."""
+    times = {key: [next((row[key] for row in rows if row["what"] == name), None) for name in (few, many)] for key in ("prompt_ms", "first_token_ms")}
+    if None not in times["prompt_ms"]:
+        layer = (times["prompt_ms"][1] - times["prompt_ms"][0]) / 12
+        first = times["first_token_ms"][1] + layer * (LAYERS - 16)
+        rows.append({"what": f"{many}, computed for {LAYERS} layers", "first_token_ms": first, "prompt_ms": times["prompt_ms"][1] + layer * (LAYERS - 16)})
+        print(rows[-1], flush=True)
+
+
+def mtmd(nq, cli, model, folder, what, sides, rows, flags=("-ngl", "99"), before=()):
+    folder = folder / model.name.replace("tower", "gguf")
+    folder.mkdir(exist_ok=True)
     text = folder / "text.gguf"
     subprocess.run([nq, "convert", "--format", "gguf", "--force", model, text], check=True)
     (tower,) = folder.glob("*mmproj*.gguf")
-    for side in SIDES:
+    for side in sides:
         file = folder / f"{side}.png"
         file.write_bytes(picture(side, 0))
-        command = [cli, "-m", text, "--mmproj", tower, "--image", file, "-p", "a", "-n", "1", "-ngl", "99"]
+        command = [*before, cli, "-m", text, "--mmproj", tower, "--image", file, "-p", "a", "-n", "1", *flags]
         command += ["--image-max-tokens", "4096", "-c", "8192", "--jinja"]
         times = []
         for _ in range(3):  # the first also warms up
@@ -102,7 +124,7 @@ def mtmd(nq, cli, model, folder, rows):
             times += re.findall(r"encoded in (\d+) ms", done.stdout)
         if not times:
             print(done.stdout[-2000:], flush=True)
-        rows.append({"what": f"llama.cpp, {side} x {side}", "encoding_ms": min(map(int, times), default="")})
+        rows.append({"what": f"llama.cpp, {what}, {side} x {side}", "encoding_ms": min(map(int, times), default="")})
         print(rows[-1], flush=True)
 
 
@@ -158,7 +180,7 @@ class Server:
         reader.join()
         found = sorted(gap for at, gap in times if begin <= at <= end)
         share = lambda q: round(found[min(int(q * len(found)), len(found) - 1)], 2) if found else ""
-        return {"seconds": round(end - begin, 2), "gaps": len(found), "p50_ms": share(0.5), "p99_ms": share(0.99), "most_ms": share(1)}
+        return {"seconds": round(end - begin, 2), "gaps": len(found), "p50_ms": share(0.5), "p90_ms": share(0.9), "p99_ms": share(0.99), "most_ms": share(1)}
 
 
 def beside(nq, model, rows):
@@ -191,11 +213,21 @@ def main():
     parser.add_argument("--record", type=Path, help="a CSV file to write")
     args = parser.parse_args()
     rows = []
-    small = write(args.folder / "tower-27", 4)
-    towers(args.nq, small, rows)
+    few = write(args.folder / "tower-27", 4)
+    towers(args.nq, few, "4 layers", SIDES, rows)
     if args.mtmd:
-        mtmd(args.nq, args.mtmd, small, args.folder, rows)
-    beside(args.nq, write(args.folder / "tower-27-text-16", 16), rows)
+        mtmd(args.nq, args.mtmd, few, args.folder, "27B", SIDES, rows)
+    cores, little = ("taskset", "-c", "0,1"), write(args.folder / "tower-12", 4, SMALL)
+    on_cpu = ("--device", "cpu", "--threads", "2")
+    towers(args.nq, little, "0.8B on two cores", SIDES[:1], rows, on_cpu)
+    if args.mtmd:
+        mtmd(args.nq, args.mtmd, little, args.folder, "0.8B on two cores", SIDES[:1], rows, ("-ngl", "0", "--no-mmproj-offload", "-t", "2"), cores)
+    many = write(args.folder / "tower-27-text-16", 16)
+    in_4_bits = ("--device", "cuda", "--bits", "4")
+    towers(args.nq, few, "4 layers in 4 bits", SIDES[1:2], rows, in_4_bits)
+    towers(args.nq, many, "16 layers in 4 bits", SIDES[1:2], rows, in_4_bits)
+    first_token(f"nq, 4 layers in 4 bits, {SIDES[1]} x {SIDES[1]}", f"nq, 16 layers in 4 bits, {SIDES[1]} x {SIDES[1]}", rows)
+    beside(args.nq, many, rows)
     if args.record:
         with open(args.record, "w", newline="") as out:
             writer = csv.DictWriter(out, list(dict.fromkeys(key for row in rows for key in row)))

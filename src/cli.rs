@@ -61,8 +61,8 @@ pub enum Command {
     List(commands::models::ListArgs),
     /// Remove a model of nq's own folder or a download
     Rm(commands::models::RmArgs),
-    /// Check this machine and say what to do about problems
-    Doctor,
+    /// Check this machine, and a model beside it, and say what to do about problems
+    Doctor(commands::doctor::DoctorArgs),
     /// Write a checkpoint with random weights in a published shape, for scale tests
     Synth(commands::synth::SynthArgs),
     /// Print a completion script for a shell
@@ -103,7 +103,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 12] = [
           "verbose"],
     ]),
     ("doctor", &[
-        &["adapter", "split", "cpu-experts", "gpu-memory", "activations", "kernels", "offline", "verbose"],
+        &["adapter", "split", "cpu-experts", "gpu-memory", "activations", "kernels", "verbose"],
     ]),
 ];
 
@@ -173,7 +173,7 @@ const EXAMPLES: [(&str, &str); 18] = [
     ("pull", "nq pull Qwen/Qwen3-0.6B"),
     ("list", "nq list\nnq list /data/models --json"),
     ("rm", "nq rm demo-int4"),
-    ("doctor", "nq doctor"),
+    ("doctor", "nq doctor\nnq doctor demo"),
     ("synth", "nq synth qwen3-0.6b ./random"),
     ("man", "nq man /usr/share/man/man1"),
     ("completions", "nq completions bash > ~/.local/share/bash-completion/completions/nq"),
@@ -305,7 +305,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::List(args) => commands::models::list(&args, &global),
         Command::Pull(args) => commands::models::pull(&args, &global),
         Command::Rm(args) => commands::models::remove(&args),
-        Command::Doctor => commands::doctor::run(&global),
+        Command::Doctor(args) => commands::doctor::run(&args, &global),
         Command::Synth(args) => commands::synth::run(&args, &global),
         Command::Man { folder } => {
             clap_mangen::generate_to(manual(), &folder)

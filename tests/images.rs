@@ -124,6 +124,62 @@ fn the_memory_said_for_images_is_the_memory_taken() {
     );
 }
 
+/// `nq doctor MODEL` says what a model and its images take here, and refuses what is no model.
+#[test]
+fn doctor_knows_the_tower_of_a_model() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("sees");
+    write(&model, tower);
+    let doctor = |name: &str| nq(home.path(), &["doctor", name, "--device", "cpu", "--json"]);
+    let report = |name: &str| -> Value { serde_json::from_slice(&doctor(name).stdout).unwrap() };
+    let found = report(model.to_str().unwrap());
+    let (text, images) = (&found["model"], &found["model"]["images"]);
+    assert_eq!(
+        (&text["device"], &images["device"]),
+        (&"cpu".into(), &"cpu".into())
+    );
+    let inspected = nq(home.path(), &["inspect", model.to_str().unwrap(), "--json"]);
+    let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
+    let tower = images["weights_bytes"].as_u64().unwrap();
+    assert!(tower > 0 && images["largest_image_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(
+        images["weights_bytes"],
+        inspected["vision"]["memory"]["weights_bytes"]
+    );
+    let blind = report("demo");
+    assert_eq!(blind["model"]["images"], Value::Null);
+    assert!(blind["model"]["text_bytes"].as_u64().unwrap() > 8_000_000);
+    let absent = doctor(home.path().join("absent").to_str().unwrap());
+    assert!(!absent.status.success() && stderr(&absent).contains("absent"));
+}
+
+/// The tower of a preset has random weights, too.
+#[test]
+fn bench_draws_the_tower_of_a_preset() {
+    let home = tempfile::tempdir().unwrap();
+    let bench = |preset: &str| {
+        let flags =
+            "--bits 4 --simple --no-chat -p 0 -n 1 --repeats 1 --device cpu --image 64x64 --json";
+        let bench = ["bench", "--preset", preset];
+        nq(
+            home.path(),
+            &bench
+                .into_iter()
+                .chain(flags.split(' '))
+                .collect::<Vec<_>>(),
+        )
+    };
+    let rows: Value = serde_json::from_slice(&bench("qwen3.5-0.8b").stdout).unwrap();
+    let image = &rows.as_array().unwrap().last().unwrap()["image"];
+    assert_eq!(image["tokens"], 64, "{rows}"); // the least of an image
+    let blind = bench("qwen3-0.6b");
+    assert!(
+        stderr(&blind).contains("reads text alone"),
+        "{}",
+        stderr(&blind)
+    );
+}
+
 #[test]
 fn bench_measures_the_first_token_behind_an_image() {
     let home = tempfile::tempdir().unwrap();

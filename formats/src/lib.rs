@@ -52,6 +52,7 @@ pub mod pack;
 pub mod parquet;
 mod progress;
 mod published;
+mod random_tower;
 mod recurrence;
 mod rope;
 pub mod safetensors;

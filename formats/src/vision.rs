@@ -22,13 +22,8 @@ const TOWER: &str = "vision_config";
 /// What nq does, for messages about other towers.
 pub(crate) const TOWERS: &str = "nq runs the towers of Qwen3-VL, Qwen3.5, 3.6 and 3.8";
 
-/// Where nothing is said, as in the published models.
-const PIXELS: PixelSpec = PixelSpec {
-    least: 1 << 16,
-    most: 1 << 24,
-    mean: [0.5; CHANNELS],
-    std: [0.5; CHANNELS],
-};
+/// Where nothing is said.
+const PIXELS: PixelSpec = PixelSpec::PUBLISHED;
 
 /// More blocks of a tower are refused.
 pub(crate) const MOST_BLOCKS: u64 = 1 << 10;

@@ -92,7 +92,7 @@ pub(crate) struct BenchArgs {
     pub no_chat: bool,
     /// Also measure an image of this size, such as 1024x1024: its pixels, its encoding, the first token behind it, and
     /// decoding
-    #[arg(long, value_name = "WxH", conflicts_with_all = ["preset", "text", "engine"], value_parser = image::parse)]
+    #[arg(long, value_name = "WxH", conflicts_with_all = ["text", "engine"], value_parser = image::parse)]
     pub image: Option<image::ImageSize>,
     /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which supports no other]
     #[arg(long, value_parser = parse_kv)]
@@ -376,7 +376,10 @@ fn open(args: &BenchArgs, global: &Global, terminal: &Terminal) -> anyhow::Resul
         });
     };
     let layers = preset.config().num_hidden_layers;
-    let model = random(preset, layers, codes(args)?, args.simple, 0)?;
+    let mut model = random(preset, layers, codes(args)?, args.simple, 0)?;
+    if let Some(vision) = preset.vision().filter(|_| args.image.is_some()) {
+        model.checkpoint = model.checkpoint.with_random_tower(vision, 0);
+    }
     let Some(share) = args.alike else {
         return Ok(model);
     };

@@ -1,18 +1,30 @@
 //! `nq doctor`: a report on this machine, with remedies for problems.
 
+mod model;
+
 use crate::flags::Global;
 use crate::machine;
-use crate::model;
+use crate::model::models_dir;
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
+use clap::Args;
+use model::ModelFinding;
 use nq_cpu::Cpu;
 use nq_formats::durable;
 use nq_formats::hub::HubOptions;
 use nq_kernels::{Isa, IsaChoice};
 use nq_load::gpu;
 use serde::Serialize;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// Flags of `nq doctor`.
+#[derive(Args, Debug)]
+pub(crate) struct DoctorArgs {
+    /// Also say what running this model takes: demo, a folder, a hub id, or a name from `nq list`
+    pub model: Option<OsString>,
+}
 
 /// All findings, as `--json` prints them.
 #[derive(Serialize)]
@@ -26,6 +38,8 @@ struct Findings {
     adapters: Vec<AdapterFinding>,
     folders: Vec<UsedFolder>,
     environment: Vec<Variable>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model: Option<ModelFinding>,
     problems: Vec<Problem>,
 }
 
@@ -136,8 +150,8 @@ struct Problem {
     remedy: String,
 }
 
-/// Runs `nq doctor`: the exit code is 0 whatever it finds, as nq runs anyway.
-pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
+/// Runs `nq doctor`: the exit code is 0 whatever it finds on the machine, as nq runs anyway.
+pub fn run(args: &DoctorArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let mut problems = Vec::new();
     let options = global.load_options();
@@ -157,6 +171,9 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
         adapters: adapters(),
         folders: folders(&mut problems),
         environment: environment(),
+        model: (args.model.as_deref())
+            .map(|name| model::find(name, global, &terminal, &mut problems))
+            .transpose()?,
         problems,
     };
     if global.json {
@@ -368,7 +385,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<UsedFolder> {
         }),
     };
     push("hub cache", Some(HubOptions::from_env().cache));
-    push("nq's models", model::models_dir().ok());
+    push("nq's models", models_dir().ok());
     folders
 }
 
@@ -500,6 +517,9 @@ impl std::fmt::Display for Findings {
         }
         for v in &self.environment {
             writeln!(f, "set       {}={}", v.name, v.value)?;
+        }
+        if let Some(model) = &self.model {
+            write!(f, "{model}")?;
         }
         if self.problems.is_empty() {
             return write!(f, "\nno problems found");

@@ -9,7 +9,7 @@
 //! 3. the merger: neighbours of `merge * merge` patches side by side become one row of the text model's width;
 //! 4. in Qwen3-VL, mergers of the rows behind some blocks, for the text model's first layers ("deepstack").
 
-use crate::Shape;
+use crate::{Preset, Shape};
 
 /// Prefix of the names of a tower's parameters.
 pub const TOWER: &str = "model.visual.";
@@ -75,6 +75,48 @@ pub struct PixelSpec {
     pub mean: [f32; CHANNELS],
     /// What the differences are divided by.
     pub std: [f32; CHANNELS],
+}
+
+impl PixelSpec {
+    /// What the published models of Qwen3.5 and its successors have.
+    pub const PUBLISHED: PixelSpec = PixelSpec {
+        least: 1 << 16,
+        most: 1 << 24,
+        mean: [0.5; CHANNELS],
+        std: [0.5; CHANNELS],
+    };
+}
+
+impl Preset {
+    /// The tower of the published model; `None` for one that reads text alone.
+    pub fn vision(&self) -> Option<VisionConfig> {
+        if !self.architecture.model_type.starts_with("qwen3_5") {
+            return None;
+        }
+        let [depth, hidden_size, intermediate_size, num_heads] = match (self.experts, self.hidden) {
+            (None, 1024) => [12, 768, 3072, 12],
+            (None, 2048 | 2560) => [24, 1024, 4096, 16],
+            _ => [27, 1152, 4304, 16],
+        };
+        Some(VisionConfig {
+            depth,
+            hidden_size,
+            intermediate_size,
+            num_heads,
+            patch_size: 16,
+            temporal_patch_size: 2,
+            spatial_merge_size: 2,
+            position_side: 48,
+            deepstack: Vec::new(),
+            out_hidden_size: self.hidden,
+            tokens: ImageTokens {
+                pad: 248_056,
+                start: 248_053,
+                end: 248_054,
+            },
+            pixels: PixelSpec::PUBLISHED,
+        })
+    }
 }
 
 /// Patches of an image: frames, rows and columns.

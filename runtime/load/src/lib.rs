@@ -69,7 +69,7 @@ mod tower;
 pub mod wgpu;
 
 pub use drafts::{Drafts, StreamDrafts};
-pub use tower::{tower, tower_bytes};
+pub use tower::{tower, tower_bytes, tower_device};
 
 use device::Device;
 use nq_cpu::{CpuEngine, CpuLayers};

@@ -51,6 +51,20 @@ pub fn tower_bytes(
     }
 }
 
+/// The device that [`tower`] loads the tower of `checkpoint` to; `None` for a model that reads text alone.
+///
+/// # Errors
+/// An absent device.
+pub fn tower_device(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &dyn Progress,
+) -> Result<Option<Device>> {
+    let on = |config| place(config, options, progress);
+    let ordinal = checkpoint.vision().map(on).transpose()?;
+    Ok(ordinal.map(|ordinal| ordinal.map_or(Device::Cpu, Device::Cuda)))
+}
+
 /// The GPU that a tower of shape `config` runs on, or `None` for the CPU.
 fn place(
     config: &VisionConfig,
