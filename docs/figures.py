@@ -532,6 +532,15 @@ def agreement_hybrid():
     return agreeing("2026-11-30-rank-agreement-hybrid.csv")
 
 
+def exllamav3():
+    lines = []
+    for r in rows("2026-11-30-exllamav3-agreement.csv"):
+        figures = [f"{float(r['exllamav3']):.5f} ± {float(r['exllamav3_se']):.5f}", f"{float(r['nq_f32']):.5f}"]
+        differs = f"{100 * (float(r['ratio']) - 1):+.1f} %"
+        lines.append([r["model"], f"`{r['file']}`", *figures, differs, f"{float(r['floor']):.6f}"])
+    return table(["model", "file", "exllamav3", "nq in f32", "difference", "exllamav3's floor"], lines)
+
+
 def sent():
     lines = sent_lines()
     return table(["model", "codes", "size", "figure", "protocol", "on", "nq"], lines) if lines else ["None has been sent yet."]
