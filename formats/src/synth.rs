@@ -692,13 +692,7 @@ mod tests {
         let all: std::collections::BTreeSet<char> = (0..=255).map(byte_symbol).collect();
         assert_eq!(all.len(), 256);
         // As in published vocabularies: space is U+0120, newline U+010A.
-        assert_eq!(
-            [byte_symbol(b' '), byte_symbol(b'\n')],
-            ['\u{120}', '\u{10A}']
-        );
-        assert_eq!(
-            [byte_symbol(0x7F), byte_symbol(0xAD)],
-            ['\u{121}', '\u{143}']
-        );
+        let symbols = [b' ', b'\n', 0x7F, 0xAD].map(byte_symbol);
+        assert_eq!(symbols, ['\u{120}', '\u{10A}', '\u{121}', '\u{143}']);
     }
 }

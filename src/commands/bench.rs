@@ -191,7 +191,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ));
     }
     if let Some(path) = &args.record {
-        check_output("record", path)?;
+        check_output("--record", path)?;
     }
     let terminal = Terminal::new();
     if args.mixed {

@@ -232,7 +232,7 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
         check_output("report", path)?;
     }
     if let Some(path) = &args.record {
-        check_output("record", path)?;
+        check_output("--record", path)?;
     }
     let mut names = args.files.clone();
     if let Some(list) = &args.list {
