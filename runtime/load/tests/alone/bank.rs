@@ -1,5 +1,6 @@
 //! Experts of a mixture in page-locked memory: however many have room on the GPU, logits and tokens are the same, bit
-//! for bit. Without a GPU the test prints that it is skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+//! for bit. Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
