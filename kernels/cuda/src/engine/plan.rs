@@ -72,8 +72,8 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
-/// many experts there as its `free` bytes require, and all of them in the computer's memory; on several with some of the
-/// layers each.
+/// many experts there as its `free` bytes require, and all of them in the computer's memory if they are quantized, else
+/// those of some layers on the CPU; on several GPUs with some of the layers each.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
