@@ -117,27 +117,44 @@ struct RateRows {
         }
         copy_commit();
     }
-    // The sums of a warp, of rows `row` to before `row + count`, which are at most R.
+    // The inputs of R rows from `row` on, of which those before `row + count` are the step's, that a thread multiplies first: one
+    // row's are asked for as far ahead as four rows' are together.
     template <int R>
-    DEVICE void multiply(const DeltaStepArgs& p, int row, int count, float (*to)[STEP_WARPS][3], int warp, int lane) const {
-        float sums[R][3] = {};
-        float4 x[R], next[R];
-        const auto request = [&](int k) {
+    struct Ahead {
+        static constexpr int TURNS = 4 / R;
+        float4 x[TURNS][R];
+
+        DEVICE void request(const DeltaStepArgs& p, int turn, int k, int row, int count) {
 #pragma unroll
             for (int r = 0; r < R; r++)
-                next[r] = r < count && k < fours ? __ldcg(reinterpret_cast<const float4*>(p.x + size_t(row + r) * p.hidden) + k) : make_float4(0.f, 0.f, 0.f, 0.f);
-        };
-        request(threadIdx.x);
+                x[turn][r] = r < count && k < p.hidden / 4 ? __ldcg(reinterpret_cast<const float4*>(p.x + size_t(row + r) * p.hidden) + k) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+        DEVICE void request(const DeltaStepArgs& p, int row, int count) {
+#pragma unroll
+            for (int turn = 0; turn < TURNS; turn++) request(p, turn, threadIdx.x + turn * STEP_WARPS * 32, row, count);
+        }
+    };
+    // The sums of a warp, of rows whose first inputs are in `ahead`.
+    template <int R>
+    DEVICE void multiply(const DeltaStepArgs& p, Ahead<R>& ahead, int row, int count, float (*to)[STEP_WARPS][3], int warp, int lane) const {
+        constexpr int THREADS = STEP_WARPS * 32;
+        float sums[R][3] = {};
         copy_wait<0>();
 #pragma unroll 1
-        for (int k = threadIdx.x; k < fours; k += STEP_WARPS * 32) {
+        for (int first = threadIdx.x; first < fours; first += Ahead<R>::TURNS * THREADS) {
 #pragma unroll
-            for (int r = 0; r < R; r++) x[r] = next[r];
-            request(k + STEP_WARPS * 32);
-            const float4 gain = gains[k];
-            const uint2 b = rows[0][k], a = rows[1][k];
+            for (int turn = 0; turn < Ahead<R>::TURNS; turn++) {
+                const int k = first + turn * THREADS;
+                if (k >= fours) break;
+                float4 x[R];
 #pragma unroll
-            for (int r = 0; r < R; r++) add_products(sums[r], x[r], gain, b, a);
+                for (int r = 0; r < R; r++) x[r] = ahead.x[turn][r];
+                ahead.request(p, turn, k + Ahead<R>::TURNS * THREADS, row, count);
+                const float4 gain = gains[k];
+                const uint2 b = rows[0][k], a = rows[1][k];
+#pragma unroll
+                for (int r = 0; r < R; r++) add_products(sums[r], x[r], gain, b, a);
+            }
         }
         add_lanes(sums, lane);
         if (lane % (32 / R) == 0) {
@@ -172,6 +189,83 @@ DEVICE StepFactors factors_of(const DeltaStepArgs& p, const StepInputs& inputs, 
     return {make_float2(expf(gates.x), gates.y), k_scale, q_scale, product};
 }
 
+// A run of a block's rows, and what its threads have of it.
+struct StepRun {
+    const DeltaStepArgs& p;
+    StepInputs& inputs;
+    const RateRows& rates;
+    StateColumns state;
+    float* kept;         // null unless rows may be taken back
+    int row0, position, slot, h, warp, lane;
+    // Of the first three groups of four warps a thread has a channel of q, k, v.
+    int which, value, channel;
+    bool keeps;          // the channel's inputs
+    float4 taps;
+    float window[CONV - 1];
+
+    // Feeds the state rows `first` to before `first + count`, at most R.
+    template <int R>
+    DEVICE void feed(int first, int count) {
+        const DeltaLayer& layer = p.layer;
+        const float* const qkvz = p.qkvz + size_t(row0 + first) * layer.stride();
+        constexpr int PRODUCTS = R == 1 ? 1 : 4;   // rows whose products with `rates` are summed together
+        RateRows::Ahead<PRODUCTS> ahead;
+        if (p.rates != nullptr) ahead.request(p, row0 + first, count);
+        float4 z;
+        if (warp < count) z = __ldcg(reinterpret_cast<const float4*>(qkvz + warp * layer.stride() + layer.channels() + h * DELTA_DIM) + lane);
+        if (which < 3) {
+            float in[R];
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                if (r < count) in[r] = __ldcg(qkvz + r * layer.stride() + channel);
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                if (r >= count) break;
+                const float y = silu(fmaf(in[r], taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
+                window[0] = window[1], window[1] = window[2], window[2] = in[r];
+                if (keeps) layer.input(slot, position + first + r)[channel] = in[r];
+                inputs.mixed[r][which][value] = y;
+                if (which < 2) {
+                    const float sum = warp_sum(y * y);
+                    if (lane == 0) inputs.squares[r][warp] = sum;
+                }
+                if (kept != nullptr && which > 0) kept[(first + r) * KEPT_ROW + (which - 1) * DELTA_DIM + value] = y;
+            }
+        }
+        if (p.rates != nullptr) {
+#pragma unroll 1
+            for (int r = 0; r < count; r += PRODUCTS) {
+                if (r > 0) ahead.request(p, row0 + first + r, count - r);
+                rates.multiply(p, ahead, row0 + first + r, count - r, inputs.rate_sums + r, warp, lane);
+            }
+        }
+        __syncthreads();
+        // One row's factors each warp finds for itself: another meeting of all would take longer.
+        const int prepared = R == 1 ? 0 : warp;
+        StepFactors by;
+        if (prepared < count) by = factors_of(p, inputs, prepared, row0 + first + prepared, h, lane);
+        if (R > 1) {
+            if (prepared < count && lane == 0) inputs.factors[prepared] = by;
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int r = 0; r < count; r++) {
+            if (R > 1) by = inputs.factors[r];
+            const float2 v = reinterpret_cast<const float2*>(inputs.mixed[r][2])[warp * 4 + lane / 8];
+            const float2 o = state.feed<false>(inputs.mixed[r][1], inputs.mixed[r][0], make_float2(by.k_scale, by.q_scale), by.product, v, by.gates, lane);
+            if (lane % 8 == 0) reinterpret_cast<float2*>(inputs.outputs[r])[warp * 4 + lane / 8] = o;
+            if (kept != nullptr && threadIdx.x == 0)
+                *reinterpret_cast<float4*>(kept + (first + r) * KEPT_ROW + 2 * DELTA_DIM) = make_float4(by.gates.x, by.gates.y, by.k_scale, 0.f);
+        }
+        __syncthreads();
+        if (warp < count) {
+            const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
+            const float4 y = gate_output(reinterpret_cast<const float4*>(inputs.outputs[warp])[lane], z, norm, layer.eps);
+            store_output(p, row0 + first + warp, h, y, lane);
+        }
+    }
+};
+
 extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const __grid_constant__ DeltaStepArgs p) {
     __shared__ __align__(16) StepInputs inputs;
     extern __shared__ uint4 dynamic_shared[];
@@ -191,23 +285,21 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
 
     const RateRows rates(dynamic_shared, p.hidden);
     if (p.rates != nullptr) rates.request(p, h);
-    StateColumns state;
-    if (position == 0) state.clear();
-    else state.load(layer.matrix(slot, h), warp, lane);
-    float* const kept = p.kept == nullptr || slot == p.idle ? nullptr : p.kept + (size_t(slot) * layer.value_heads + h) * KEPT;
+    const bool is_used = slot != p.idle;
+    float* const kept = p.kept == nullptr || !is_used ? nullptr : p.kept + (size_t(slot) * layer.value_heads + h) * KEPT;
     const int behind = kept == nullptr ? 0 : __ldcg(&p.step[row0].behind);
     const bool checks = rows > 1 && kept != nullptr;
-    // Of the first three groups of four warps a thread has a channel.
     const int which = threadIdx.x / DELTA_DIM, value = threadIdx.x % DELTA_DIM, key_head = layer.key_head(h);
-    const int channel = which == 2 ? 2 * layer.keys() + h * DELTA_DIM + value : which * layer.keys() + key_head * DELTA_DIM + value;
-    const bool convolves = which < 3, is_used = slot != p.idle, keeps = (which == 2 || layer.first_of_key(h)) && is_used;
-    float4 taps;
-    float window[CONV - 1] = {};
-    if (convolves) {
-        taps = __ldg(reinterpret_cast<const float4*>(layer.conv) + channel);
+    StepRun run = {p, inputs, rates, {}, checks ? kept : nullptr, row0, position, slot, h, warp, lane, which, value};
+    StateColumns& state = run.state;
+    if (position == 0) state.clear();
+    else state.load(layer.matrix(slot, h), warp, lane);
+    run.channel = which == 2 ? 2 * layer.keys() + h * DELTA_DIM + value : which * layer.keys() + key_head * DELTA_DIM + value;
+    run.keeps = (which == 2 || layer.first_of_key(h)) && is_used;
+    if (which < 3) {
+        run.taps = __ldg(reinterpret_cast<const float4*>(layer.conv) + run.channel);
 #pragma unroll
-        for (int j = 1; j < CONV; j++)
-            if (position >= j) window[CONV - 1 - j] = __ldcg(layer.input(slot, position - j) + channel);
+        for (int j = 1; j < CONV; j++) run.window[CONV - 1 - j] = position >= j ? __ldcg(layer.input(slot, position - j) + run.channel) : 0.f;
     }
 
     if (behind > 0) {
@@ -218,60 +310,11 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();
     if (checks && (behind > 0 || position == 0)) state.store(layer.matrix(slot, h), warp, lane);
+    if (rows == 1) {
+        run.feed<1>(0, 1);
+    } else {
 #pragma unroll 1
-    for (int first = 0; first < rows; first += STEP_ROWS_AT_ONCE) {
-        const int count = min(rows - first, STEP_ROWS_AT_ONCE);
-        const float* const qkvz = p.qkvz + size_t(row0 + first) * layer.stride();
-        float4 z;
-        if (warp < count) z = __ldcg(reinterpret_cast<const float4*>(qkvz + warp * layer.stride() + layer.channels() + h * DELTA_DIM) + lane);
-        if (convolves) {
-            float in[STEP_ROWS_AT_ONCE];
-#pragma unroll
-            for (int r = 0; r < STEP_ROWS_AT_ONCE; r++)
-                if (r < count) in[r] = __ldcg(qkvz + r * layer.stride() + channel);
-#pragma unroll
-            for (int r = 0; r < STEP_ROWS_AT_ONCE; r++) {
-                if (r >= count) break;
-                const float y = silu(fmaf(in[r], taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
-                window[0] = window[1], window[1] = window[2], window[2] = in[r];
-                if (keeps) layer.input(slot, position + first + r)[channel] = in[r];
-                inputs.mixed[r][which][value] = y;
-                if (which < 2) {
-                    const float sum = warp_sum(y * y);
-                    if (lane == 0) inputs.squares[r][warp] = sum;
-                }
-                if (checks && which > 0) kept[(first + r) * KEPT_ROW + (which - 1) * DELTA_DIM + value] = y;
-            }
-        }
-        if (p.rates != nullptr) {
-            if (count == 1) rates.multiply<1>(p, row0 + first, 1, inputs.rate_sums, warp, lane);
-            else
-                for (int r = 0; r < count; r += 4) rates.multiply<4>(p, row0 + first + r, count - r, inputs.rate_sums + r, warp, lane);
-        }
-        __syncthreads();
-        // One row's factors each warp finds for itself: another meeting of all would take longer.
-        const int prepared = count == 1 ? 0 : warp;
-        StepFactors by;
-        if (prepared < count) by = factors_of(p, inputs, prepared, row0 + first + prepared, h, lane);
-        if (count > 1) {
-            if (prepared < count && lane == 0) inputs.factors[prepared] = by;
-            __syncthreads();
-        }
-#pragma unroll 1
-        for (int r = 0; r < count; r++) {
-            if (count > 1) by = inputs.factors[r];
-            const float2 v = reinterpret_cast<const float2*>(inputs.mixed[r][2])[warp * 4 + lane / 8];
-            const float2 o = state.feed<false>(inputs.mixed[r][1], inputs.mixed[r][0], make_float2(by.k_scale, by.q_scale), by.product, v, by.gates, lane);
-            if (lane % 8 == 0) reinterpret_cast<float2*>(inputs.outputs[r])[warp * 4 + lane / 8] = o;
-            if (checks && threadIdx.x == 0)
-                *reinterpret_cast<float4*>(kept + (first + r) * KEPT_ROW + 2 * DELTA_DIM) = make_float4(by.gates.x, by.gates.y, by.k_scale, 0.f);
-        }
-        __syncthreads();
-        if (warp < count) {
-            const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
-            const float4 y = gate_output(reinterpret_cast<const float4*>(inputs.outputs[warp])[lane], z, norm, layer.eps);
-            store_output(p, row0 + first + warp, h, y, lane);
-        }
+        for (int first = 0; first < rows; first += STEP_ROWS_AT_ONCE) run.feed<STEP_ROWS_AT_ONCE>(first, min(rows - first, STEP_ROWS_AT_ONCE));
     }
     if (is_used && !checks) state.store(layer.matrix(slot, h), warp, lane);
 }
