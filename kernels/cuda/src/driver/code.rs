@@ -12,7 +12,7 @@ type TargetCode = &'static [&'static [u8]];
 #[cfg(not(feature = "cuda-source"))]
 type TargetCode = &'static [u8];
 
-/// Code by target, e.g. `sm_90a`.
+/// Code by target, e.g. `sm_90a`; `sm_8x` is no target, but what those of 8.x share.
 fn code() -> impl Iterator<Item = (&'static str, TargetCode)> {
     CODE.iter().flat_map(|family| family.iter()).copied()
 }
@@ -70,17 +70,22 @@ impl CodeTarget {
         Version::new(ASSEMBLER.major, 0)
     }
 
-    /// The fatbins.
+    /// The fatbins: its own, and those that all targets of its generation share (`sm_8x`).
     ///
     /// # Errors
     /// [`Error::Cuda`] if the embedded code is damaged.
     pub(crate) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
-        let code = code().find(|(name, _)| *name == self.name);
-        let (_, code) = code.expect("targets are those of the table");
-        images(code).map_err(|why| Error::Cuda {
-            what: "unpacking the kernels",
-            why: format!("{}: {why}", self.name),
-        })
+        let shared = format!("sm_{}x", self.capability.major);
+        let mut all = Vec::new();
+        for (name, code) in code() {
+            if name == self.name || (!self.ptx && name == shared) {
+                all.extend(images(code).map_err(|why| Error::Cuda {
+                    what: "unpacking the kernels",
+                    why: format!("{name}: {why}"),
+                })?);
+            }
+        }
+        Ok(all)
     }
 }
 

@@ -7,8 +7,10 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
-/// Code by target: an xz file of fatbins, one after another, a fatbin and a block per source.
+/// Code by target: an xz file of fatbins, one after another, a fatbin and a block per source. `sm_8x` has the sources of
+/// which 8.0 and 8.6 run the same code.
 pub static CODE: &[(&str, &[u8])] = &[
     ("sm_80", include_bytes!("../sm_80.xz")),
     ("sm_86", include_bytes!("../sm_86.xz")),
+    ("sm_8x", include_bytes!("../sm_8x.xz")),
 ];
