@@ -125,12 +125,12 @@ static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 8
 // What turns and scales the heads of a step's queries and keys: no kernel of this step writes it.
 template <int DIM>
 struct HeadTurns {
-    const float4* angles;   // of the row's turn; those of the positions in front lie in front
+    const float4* angles;   // of the row's turn, its row of the rotary table; those of the positions in front lie in front
     Turn<DIM> turn;
     HeadGain<DIM> q_gain, k_gain;
 
-    DEVICE HeadTurns(const AttentionArgs& p, const Step& at, int position, int lane)
-        : angles(Turn<DIM>::of(p.cos_sin + size_t(position + __ldcg(&at.shift)) * (HeadsOf<DIM>::ROTARY_DIMS / 2), lane)),
+    DEVICE HeadTurns(const AttentionArgs& p, int row, int lane)
+        : angles(Turn<DIM>::of(p.cos_sin + size_t(row) * (HeadsOf<DIM>::ROTARY_DIMS / 2), lane)),
           turn(angles), q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane) {}
 };
 
@@ -151,6 +151,7 @@ struct SplitAttention {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int kv = blockIdx.x, sequence = blockIdx.z, heads = p.heads / p.cache.kv_heads;
     int position, slot;
+    int shift;         // asked for with these two: a load behind them would be waited for once more
     int shared;        // pages in front that `attention_shared` reads
     int splits;        // parts of the positions that this kernel reads
     int start, end;    // positions of this block's part
@@ -165,6 +166,7 @@ struct SplitAttention {
     DEVICE SplitAttention(const AttentionArgs& p, Shared& sm) : p(p), sm(sm) {
         position = __ldcg(&p.step[sequence].position);
         slot = __ldcg(&p.step[sequence].slot);
+        shift = __ldcg(&p.step[sequence].shift);
         shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
         const int length = position + 1 - shared * PAGE;   // what this kernel reads
         const int most = length <= LEAST_SPLIT ? 1 : min((length + LEAST_PART - 1) / LEAST_PART, int(gridDim.y));
@@ -620,7 +622,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     block.find_run();
     const uint32_t newest_page = p.cache.page(block.slot, block.position);
     block.request(block.start, p.cache.page(block.slot, block.start), 0);
-    const HeadTurns<DIM> turns(p, p.step[block.sequence], block.position, block.lane);
+    const HeadTurns<DIM> turns(p, block.position + block.shift, block.lane);
 
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();
