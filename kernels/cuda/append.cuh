@@ -1,20 +1,25 @@
 // A prompt's queries, keys and values before attention: biases, per-head RMSNorm and rotary embedding of queries (in
-// place) and keys, then keys and values to the cache.
+// place) and keys, then keys and values to the cache. Of a step's runs of rows it appends keys and values alone:
+// `attention_decode.cuh` reads queries as they were.
 //
-// Grid (m / 8, heads + 2 kv_heads); a warp takes one row.
+// Grid (m / 8, heads + 2 kv_heads, of a step 2 kv_heads); a warp takes one row.
 #pragma once
 
 #include "rows.cuh"
 
 struct AppendArgs {
     float* qkv;             // [m][HeadsOf<DIM>::width][DIM]
-    const Row* rows;        // [m]
+    const Row* rows;        // [m]; null: those of `step`
+    const Step* step;       // [m], if `rows` is null
     HeadVectors vectors;
     const float2* cos_sin;  // [positions, then rows of images][HeadsOf<DIM>::ROTARY_DIMS / 2]
     Cache cache;
     int m;
     int heads;
     float eps;
+    int first;              // the head that block 0 takes: those of queries come first, then keys, then values
+
+    DEVICE Row row(int m) const { return rows != nullptr ? rows[m] : Row{step[m].position, step[m].slot, step[m].shift}; }
 };
 
 constexpr int APPEND_ROWS = 8;
@@ -46,14 +51,16 @@ template <bool INT8, int DIM>
 DEVICE void append(const AppendArgs& p) {
     using Of = HeadsOf<DIM>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int job = blockIdx.y, width = Of::width(p.heads, p.cache.kv_heads);
+    const int job = p.first + blockIdx.y, width = Of::width(p.heads, p.cache.kv_heads);
     const int m0 = blockIdx.x * APPEND_ROWS, m = min(m0 + warp, p.m - 1);
     const bool mine = m0 + warp < p.m;
-    const Row first = p.rows[m0], row = p.rows[m];
+    const Row first = p.row(m0), row = p.row(m);
     const int which = job < p.heads ? -1 : (job - p.heads) / p.cache.kv_heads;
     const int of_kind = which < 0 ? job : (job - p.heads) % p.cache.kv_heads;
     const int head = which < 0 ? Of::query(job) : Of::key(p.heads, job - p.heads);
     float* const at = p.qkv + (size_t(m) * width + head) * DIM;
+    if (p.step != nullptr) launch_dependents();   // what follows in a prompt reads the cache at once
+    wait_for_prerequisites();
     Head<DIM> v = Head<DIM>::load(at, lane);
     v = add_bias(v, p.vectors, which + 1, of_kind, lane);
     if (which < 1) {

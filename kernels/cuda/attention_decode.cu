@@ -1,4 +1,4 @@
-// Instances of `attention_decode.cuh`: of rows of different sequences, of runs of rows, and of both
+// Instances of `attention_decode.cuh`: of rows of different sequences (of wide heads of runs too), of runs of rows, and of both
 // where `attention_shared` has read the first pages.
 #include "attention_decode.cuh"
 
@@ -13,8 +13,6 @@ ATTENTION(attention_decode_wide_fp16, false, 1, false, WIDE_HEAD_DIM)
 ATTENTION(attention_decode_wide_int8, true, 1, false, WIDE_HEAD_DIM)
 ATTENTION(attention_run_fp16, false, MOST_RUN, false, HEAD_DIM)
 ATTENTION(attention_run_int8, true, MOST_RUN, false, HEAD_DIM)
-ATTENTION(attention_run_wide_fp16, false, MOST_RUN, false, WIDE_HEAD_DIM)
-ATTENTION(attention_run_wide_int8, true, MOST_RUN, false, WIDE_HEAD_DIM)
 ATTENTION(attention_rest_fp16, false, 1, true, HEAD_DIM)
 ATTENTION(attention_rest_int8, true, 1, true, HEAD_DIM)
 ATTENTION(attention_run_rest_fp16, false, MOST_RUN, true, HEAD_DIM)

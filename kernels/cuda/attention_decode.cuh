@@ -9,7 +9,8 @@
 // Grid (kv_heads, splits of the longest context, rows). A row is one token. With ROWS > 1 rows that
 // follow one another may be a run: consecutive positions of one sequence, up to ROWS of them. What
 // the rows of a run append, the cache has only after the kernel: a block computes the new keys and
-// values up to its own row itself, and stores those of its own row.
+// values up to its own row itself, and stores those of its own row. Of wide heads, of which a block has half of the
+// warps, that would take longer than the rest: `append` has appended a run's keys and values before this kernel.
 //
 // A block serves the G query heads of
 // one key/value head over its split of the positions, 128 (of wide heads 64) at a time: warp w computes the scores of
@@ -52,6 +53,7 @@ struct AttentionArgs {
     int nibbles;            // columns meet codes in the order of those of 4 bits
     float eps;
     int holds_dependents;   // dependents are launched only after the end of the prerequisites
+    int appended;           // of wide heads: rows may be runs, whose keys and values the kernel in front appends
 };
 
 constexpr int WARP_POSITIONS = 32;
@@ -120,7 +122,6 @@ static_assert(TAKES<false, 1, 128, 76560> && TAKES<true, 1, 128, 77328>);
 constexpr int JOBS = SMALL_BLOCKS ? 0 : 20480;
 static_assert(TAKES<false, MOST_RUN, 128, 84304 + JOBS> && TAKES<true, MOST_RUN, 128, 81232 + JOBS>);
 static_assert(TAKES<false, 1, 256, 78992> && TAKES<true, 1, 256, 78992>);
-static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 86736>);
 
 // What turns and scales the heads of a step's queries and keys: no kernel of this step writes it.
 template <int DIM>
@@ -158,6 +159,7 @@ struct SplitAttention {
     // Rows of the run in front of this one; of their positions and this one those from `fresh_from`
     // on lie in this block's part.
     int fresh_from, fresh_rows;
+    int appended_from; // positions up to this row's that the kernel in front appends
     const float* qkv;  // of this row
     int head0;         // of all sequences' query heads
     float top = -INFINITY, total = 0.f;    // of head g, over all warps
@@ -180,15 +182,16 @@ struct SplitAttention {
 
     DEVICE void find_run() {
         int before = 0;
-        if constexpr (ROWS > 1) {
+        if (ROWS > 1 || (DIM != HEAD_DIM && p.appended)) {
             bool same = false;
-            if (lane < ROWS - 1 && lane < sequence) {
+            if (lane < MOST_RUN - 1 && lane < sequence) {
                 const Step* const at = p.step + sequence - 1 - lane;
                 same = __ldcg(&at->slot) == slot && __ldcg(&at->position) == position - 1 - lane;
             }
             before = __ffs(~__ballot_sync(~0u, same)) - 1;
         }
-        fresh_from = max(start, position - before), fresh_rows = max(end - fresh_from, 0);
+        appended_from = position - before;
+        fresh_from = max(start, ROWS > 1 ? position - before : position), fresh_rows = max(end - fresh_from, 0);
     }
 
     // Keys of this warp's 32 positions: column n of product j is position
@@ -621,11 +624,14 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     if (blockIdx.y >= block.splits) return;   // block 0 of the head has work: the kernel ends after its prerequisites
     block.find_run();
     const uint32_t newest_page = p.cache.page(block.slot, block.position);
-    block.request(block.start, p.cache.page(block.slot, block.start), 0);
+    const uint32_t first_page = p.cache.page(block.slot, block.start);
+    const bool follows_append = DIM != HEAD_DIM && block.appended_from < min(block.start + Block::POSITIONS, block.position);
+    if (!follows_append) block.request(block.start, first_page, 0);
     const HeadTurns<DIM> turns(p, block.position + block.shift, block.lane);
 
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();
+    if (follows_append) block.request(block.start, first_page, 0);
     block.take_heads(turns, newest_page);
     int buffer = 0;
 #pragma unroll 1

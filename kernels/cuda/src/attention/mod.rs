@@ -159,10 +159,8 @@ impl AttentionScratch {
     const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64;
     /// And for their inputs, unless blocks have little shared memory (`SMALL_BLOCKS` of `cuda/common.cuh`).
     const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
-    /// Of wide heads, one row of a sequence at a time or several.
+    /// Of wide heads.
     const WIDE: usize = 78_992;
-    const WIDE_RUN_FP16: usize = 94_416;
-    const WIDE_RUN_INT8: usize = 86_736;
     /// `LEAST_PART` of `cuda/attention_decode.cuh`.
     const LEAST_PART: usize = PAGE;
 
@@ -219,8 +217,7 @@ kernels! {
                     "attention_decode_wide_fp16", "attention_decode_wide_int8"];
     ATTENTION_RUN: AttentionArgs = "attention_run" in "attention_decode.cu",
         test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_run",
-        instances &["attention_run_fp16", "attention_run_int8",
-                    "attention_run_wide_fp16", "attention_run_wide_int8"];
+        instances &["attention_run_fp16", "attention_run_int8"];
     ATTENTION_REST: AttentionArgs = "attention_rest" in "attention_decode.cu",
         test "kernels/cuda/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
         instances &["attention_rest_fp16", "attention_rest_int8"];
@@ -253,13 +250,14 @@ impl Stream {
         let args = AppendArgs {
             qkv: o.of("qkv", qkv, &[m, row_heads(dim, heads.heads, kv_heads), dim])?,
             rows: o.of("rows", rows.values(), &[m])?,
+            step: Address::NULL,
             vectors,
             cos_sin,
             cache: cache.args(&o)?,
             m: m as i32,
             heads: heads.heads as i32,
             eps: heads.eps,
-            padding: [0; 1],
+            first: 0,
         };
         let kernel = APPEND.instance(cache.instance());
         let grid = [m.div_ceil(8), heads.heads + 2 * kv_heads];
@@ -363,7 +361,12 @@ impl Stream {
             nibbles: out.nibbles,
             eps: heads.eps,
             holds_dependents: i32::from(holds_dependents),
+            appended: i32::from(runs && dim != HEAD_DIM),
+            padding: [0; 1],
         };
+        if args.appended != 0 {
+            self.append_step(&args, m, cache)?;
+        }
         let int8 = cache.is_int8();
         if let Some((cascade, cut)) = shared {
             self.attention_shared(cascade, cut, m, splits, &args, cache)?;
@@ -375,22 +378,40 @@ impl Stream {
         let (kernel, more) = match (runs, shared, int8) {
             (false, None, _) => (&ATTENTION_DECODE, 0),
             (false, Some(_), _) => (&ATTENTION_REST, 0),
+            (true, None, _) if dim != HEAD_DIM => (&ATTENTION_DECODE, 0),
             (true, None, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16 + jobs),
             (true, None, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8 + jobs),
             (true, Some(_), false) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_FP16 + jobs),
             (true, Some(_), true) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_INT8 + jobs),
         };
-        let (threads, shared_memory) = match (dim, runs, int8) {
-            (HEAD_DIM, _, true) => (128, AttentionScratch::SHARED_INT8 + more),
-            (HEAD_DIM, _, false) => (128, AttentionScratch::SHARED_FP16 + more),
-            (_, false, _) => (64, AttentionScratch::WIDE),
-            (_, true, false) => (64, AttentionScratch::WIDE_RUN_FP16),
-            (_, true, true) => (64, AttentionScratch::WIDE_RUN_INT8),
+        let (threads, shared_memory) = match (dim, int8) {
+            (HEAD_DIM, true) => (128, AttentionScratch::SHARED_INT8 + more),
+            (HEAD_DIM, false) => (128, AttentionScratch::SHARED_FP16 + more),
+            _ => (64, AttentionScratch::WIDE),
         };
         let shape = LaunchShape::new([kv_heads, splits, m], threads)
             .shared(shared_memory)
             .overlapping();
         // SAFETY: the operands were checked, and that the steps are in the cache.
         unsafe { self.launch(kernel.instance(cache.instance()), shape, &args) }
+    }
+
+    /// Appends the keys and values of a step's `m` rows to the cache, with the operands of its attention.
+    fn append_step(&self, attention: &AttentionArgs, m: usize, cache: LayerPages<'_>) -> Result<()> {
+        let args = AppendArgs {
+            qkv: attention.qkv,
+            rows: Address::NULL,
+            step: attention.step,
+            vectors: attention.vectors,
+            cos_sin: attention.cos_sin,
+            cache: attention.cache,
+            m: m as i32,
+            heads: attention.heads,
+            eps: attention.eps,
+            first: attention.heads,
+        };
+        let shape = shape([m.div_ceil(8), 2 * cache.kv_heads()], 256).overlapping();
+        // SAFETY: `attention` holds operands that were checked, and steps that are in the cache.
+        unsafe { self.launch(APPEND.instance(cache.instance()), shape, &args) }
     }
 }
