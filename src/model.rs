@@ -12,7 +12,9 @@ use nq_formats::exl3::VALUES;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, TensorEntry, human_bytes};
-use nq_runtime::SamplingParams;
+use nq_kernels::registry::WeightKind;
+use nq_runtime::weights::weight_kinds;
+use nq_runtime::{SamplingParams, SessionSpec};
 use std::ffi::OsStr;
 
 /// Opens the model given to a command, a path or a name; without one, the default model.
@@ -88,6 +90,18 @@ pub(crate) fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
         ),
         Task::Generate | Task::Rerank => Ok(()),
     }
+}
+
+/// What quantized weights take on a GPU; `None` in builds without kernels for GPUs, and of models that these do not run.
+pub(crate) fn quantized_on_gpu(checkpoint: &Checkpoint) -> Option<u64> {
+    let config = checkpoint.config();
+    let planner = nq_load::planner(true).ok()?;
+    let kinds = weight_kinds(config, checkpoint.store(), true).ok()?;
+    if (kinds.values()).all(|kind| matches!(kind, WeightKind::Dense(_))) {
+        return None;
+    }
+    let planned = planner(config, &|name| kinds[name], &SessionSpec::of_one(1, 1)).ok()?;
+    Some(planned.weights as u64)
 }
 
 /// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more memory

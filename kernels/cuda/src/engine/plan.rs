@@ -7,7 +7,9 @@ use super::layer::largest_mixture;
 use super::part::GpuPart;
 use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
-use super::weights::{self, TrellisCodes, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
+use super::weights::{
+    self, TrellisCodes, WeightBytes, has_sorted_inputs, layer_bytes, stage_sizes, weight_bytes,
+};
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
 use crate::experts::chosen;
@@ -51,6 +53,7 @@ fn request<T>(
         kernels: KernelSet::Fused,
         head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, part)?,
         trellis: TrellisCodes::of_model(c, kinds),
+        sorted: has_sorted_inputs(c, kinds),
         part,
         adapters: AdapterWidths::default(),
         stage: None,

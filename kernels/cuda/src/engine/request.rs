@@ -25,6 +25,8 @@ pub(super) struct MemoryRequest<'a> {
     pub(super) head: &'a DeviceLinear,
     /// The trellis codes that some of its weights are in.
     pub(super) trellis: TrellisCodes,
+    /// True if some of its weights have sorted inputs.
+    pub(super) sorted: bool,
     /// Which part of a model it is.
     pub(super) part: Option<GpuPart>,
     /// Its adapters.

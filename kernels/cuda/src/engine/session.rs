@@ -115,6 +115,7 @@ impl CudaSession {
         Ok(CudaSession {
             stream: gpu.stream_with(StreamOptions {
                 room: memory.room,
+                gathered: memory.gathered,
                 beside: model.part.is_some_and(|part| part.rank.beside),
                 last: false,
             })?,

@@ -179,7 +179,8 @@ fn planned_mixtures_take_what_their_matrices_do() {
                     let packing = Packing::new(&parts, stack(product), held.is_plain(product))?;
                     let rows: Vec<usize> = parts.iter().map(|w| w.dims().rows).collect();
                     let (kind, inputs) = (packing.kind(), packing.inputs());
-                    Ok(DeviceLinear::zeros(&gpu, kind, &rows, inputs)?)
+                    let linear = DeviceLinear::zeros(&gpu, kind, &rows, inputs)?;
+                    Ok(linear.with_order(&gpu, packing.order().is_some())?)
                 };
                 let vector = |v: VectorSpec| Ok(gpu.zeros::<f32>("a norm", v.len(&config))?);
                 let mut layer = Layer::new(index, spec, pack, vector).unwrap();
@@ -246,6 +247,7 @@ impl PlannedModel {
             kernels: KernelSet::Fused,
             head: &self.head,
             trellis: TrellisCodes::None,
+            sorted: false,
             part: None,
             adapters: AdapterWidths::default(),
             stage: None,
@@ -582,4 +584,30 @@ fn rooms_and_tables_are_planned() {
     assert!(whole.abs_diff(all) <= all / 50, "{whole} and {all}");
     assert_ne!(stage, StageSizes::default());
     assert!(bare + 5 * each <= with_rooms(5) + rounded);
+}
+
+/// Weights in activation order take their own bits, and sessions have memory for gathered inputs.
+#[test]
+fn activation_order_takes_its_own_bits() {
+    let config = config();
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(128), Zeros::Integer);
+    let weights = |act_order: bool| {
+        let kinds = |name: &str| match name.contains("proj") {
+            true => WeightKind::in_scheme(int4.into(), act_order),
+            false => WeightKind::Dense(DType::BF16),
+        };
+        let held = weight_bytes(&config, &kinds, None, ExpertsAt::Gpu, None)
+            .unwrap()
+            .held;
+        let planned = planned(&config, &kinds, &spec(4096, KvType::F16)).unwrap();
+        assert_eq!(planned.weights, held);
+        planned
+    };
+    let (plain, ordered) = (weights(false), weights(true));
+    let orders = ordered.weights - plain.weights;
+    let layers = config.num_hidden_layers;
+    assert!(orders >= layers * 4 * (3 * config.hidden_size + config.intermediate_size));
+    assert!(orders < plain.weights / 100);
+    // Prompts of 512 tokens, in FP16.
+    assert!(ordered.scratch >= plain.scratch + 512 * 2 * config.intermediate_size);
 }

@@ -68,6 +68,7 @@ fn kernels(
         kernels: KernelSet::Fused,
         head: &head,
         trellis: TrellisCodes::None,
+        sorted: false,
         part: None,
         adapters: adapters.widths,
         stage: None,
