@@ -5,7 +5,7 @@ use super::experts_at::ExpertsAt;
 use super::host_experts::HostExperts;
 use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
-use super::pass::Context;
+use super::pass::{Context, few_rows};
 use super::plan::{PlacedExperts, wide};
 use super::request::MemoryRequest;
 use super::residency::ModelBank;
@@ -51,6 +51,8 @@ pub(super) struct CudaModel {
     pub(super) trellis: TrellisCodes,
     /// True if some of its weights have sorted inputs.
     sorted: bool,
+    /// Most rows of steps that its kernels for few rows take.
+    few_rows: usize,
     /// Which part of a model it is, if it is not a whole one.
     pub(super) part: Option<GpuPart>,
     /// True if its sessions are made [`wide`].
@@ -221,6 +223,7 @@ impl CudaModel {
             kind => kind,
         };
         let sorted = !plain && has_sorted_inputs(config, &kinds);
+        let few_rows = few_rows(config, &kinds, most_together(&gpu));
         let layers = config.num_hidden_layers;
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
@@ -233,6 +236,7 @@ impl CudaModel {
             head: &weights::head(&dry, config, &kinds, part)?,
             trellis,
             sorted,
+            few_rows,
             part,
             adapters: AdapterWidths::default(),
             stage: None,
@@ -379,6 +383,7 @@ impl CudaModel {
             embedding,
             trellis,
             sorted,
+            few_rows,
             part,
             is_wide,
         };
@@ -404,6 +409,7 @@ impl CudaModel {
             head: &self.head,
             trellis: self.trellis,
             sorted: self.sorted,
+            few_rows: self.few_rows,
             part: self.part,
             adapters,
             stage: self.layers.bank.as_ref().map(ModelBank::stage),

@@ -5,6 +5,7 @@ use super::division::shards;
 use super::experts_at::ExpertsAt;
 use super::layer::largest_mixture;
 use super::part::GpuPart;
+use super::pass::few_rows;
 use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
 use super::weights::{
@@ -54,6 +55,7 @@ fn request<T>(
         head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, part)?,
         trellis: TrellisCodes::of_model(c, kinds),
         sorted: has_sorted_inputs(c, kinds),
+        few_rows: few_rows(c, kinds, MOST_WIDE_SEQUENCES),
         part,
         adapters: AdapterWidths::default(),
         stage: None,

@@ -27,6 +27,8 @@ pub(super) struct MemoryRequest<'a> {
     pub(super) trellis: TrellisCodes,
     /// True if some of its weights have sorted inputs.
     pub(super) sorted: bool,
+    /// Most rows of steps that its kernels for few rows take.
+    pub(super) few_rows: usize,
     /// Which part of a model it is.
     pub(super) part: Option<GpuPart>,
     /// Its adapters.

@@ -88,6 +88,7 @@ impl SessionMemory {
             rows,
             (spec.kv, places),
             (request.part, trellis.any()),
+            request.few_rows,
         )?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {

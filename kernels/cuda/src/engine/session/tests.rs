@@ -69,6 +69,7 @@ fn kernels(
         head: &head,
         trellis: TrellisCodes::None,
         sorted: false,
+        few_rows: MOST_SEQUENCES,
         part: None,
         adapters: adapters.widths,
         stage: None,
@@ -104,7 +105,7 @@ fn kernels(
     let mut fused = if prompt {
         Fused::IN_PROMPTS
     } else {
-        Fused::in_step(m)
+        Fused::in_step(m, MOST_SEQUENCES)
     };
     fused.rates &= adapted.is_none();
     let (rows, inputs, sequences) = match prompt {
