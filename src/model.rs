@@ -93,8 +93,8 @@ pub(crate) fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
     }
 }
 
-/// What the weights of a model of shape `c`, whose matrices are of these kinds, take on a GPU; `None` in builds without kernels
-/// for GPUs, and of models that these do not run.
+/// What the weights of a model of shape `c`, whose matrices are of these kinds, take on a GPU; `None` in builds without
+/// kernels for GPUs, and of models that these do not run.
 pub(crate) fn bytes_on_gpu(c: &ModelConfig, kinds: Kinds<'_>) -> Option<u64> {
     let planner = nq_load::planner(true).ok()?;
     let planned = planner(c, kinds, &SessionSpec::of_one(1, 1)).ok()?;
@@ -112,8 +112,8 @@ pub(crate) fn quantized_on_gpu(checkpoint: &Checkpoint) -> Option<u64> {
     }
 }
 
-/// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more memory
-/// than the file.
+/// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more
+/// memory than the file.
 pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if checkpoint.store().format() == exl3::METHOD {
         let (stored, held) = expanded_exl3(checkpoint);

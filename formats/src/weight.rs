@@ -367,9 +367,9 @@ impl AffineWeight {
         self.g_idx.as_deref()
     }
 
-    /// The same weight with its inputs sorted by group, so that input `i` is in group `i / group size`, and which of this
-    /// weight's inputs each of them is, `[in]`. `None` without a `g_idx`, and where groups are not as large as the scheme
-    /// says.
+    /// The same weight with its inputs sorted by group, so that input `i` is in group `i / group size`, and which of
+    /// this weight's inputs each of them is, `[in]`. `None` without a `g_idx`, and where groups are not as large as the
+    /// scheme says.
     pub fn in_group_order(&self) -> Option<(Self, Vec<u32>)> {
         let groups = self.g_idx()?;
         let mut order: Vec<u32> = (0..groups.len() as u32).collect();

@@ -55,8 +55,8 @@ enum Gathered {
 }
 
 impl Stream {
-    /// A product with a weight whose inputs are sorted, column k being input `order[k]`: of the rows gathered likewise, with a
-    /// gain gathered likewise.
+    /// A product with a weight whose inputs are sorted, column k being input `order[k]`: of the rows gathered likewise,
+    /// with a gain gathered likewise.
     pub(super) fn multiply_in_order(
         &self,
         p: &Product<'_>,

@@ -58,8 +58,8 @@ pub struct DeviceLinear {
     pub(super) trellis: Option<TrellisParts>,
     /// Of a weight in EXL3's codes.
     pub(super) exl3: Option<Exl3Parts>,
-    /// The input that each column is, `[inputs]`, if these are sorted by group: rows of activations are gathered likewise before
-    /// their products.
+    /// The input that each column is, `[inputs]`, if these are sorted by group: rows of activations are gathered
+    /// likewise before their products.
     pub(super) order: Option<Buffer<u32>>,
     /// Of experts in a bank, which kernels find by its table: `codes` and `meta` are then its rooms.
     bank: Option<BankHalf>,

@@ -15,8 +15,8 @@ pub struct StackKind {
 }
 
 impl StackKind {
-    /// That of weights of these kinds with this many inputs. For kernels that read neither trellis codes nor sorted inputs,
-    /// if it is to be `plain`, these become FP16; so do sorted inputs of only some parts.
+    /// That of weights of these kinds with this many inputs. For kernels that read neither trellis codes nor sorted
+    /// inputs, if it is to be `plain`, these become FP16; so do sorted inputs of only some parts.
     ///
     /// # Errors
     /// As [`PackedKind::of`].
@@ -53,8 +53,8 @@ impl StackKind {
     }
 }
 
-/// The weights of a stack with their inputs sorted by group, and the input that each of these is; `None` unless all have the
-/// same groups, as large as their schemes say.
+/// The weights of a stack with their inputs sorted by group, and the input that each of these is; `None` unless all
+/// have the same groups, as large as their schemes say.
 pub(super) fn sorted(parts: &[&Weight]) -> Option<(Vec<Weight>, Vec<u32>)> {
     let affine = |part: &&Weight| match part {
         Weight::Quantized(QuantizedWeight::Affine(a)) => Some(a.clone()),

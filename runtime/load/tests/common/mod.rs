@@ -216,8 +216,8 @@ impl Store {
         store
     }
 
-    /// Rounded to `scheme`, with inputs in groups of an order of their own: of Linears with as many inputs the same, but for
-    /// those whose names contain `other`.
+    /// Rounded to `scheme`, with inputs in groups of an order of their own: of Linears with as many inputs the same,
+    /// but for those whose names contain `other`.
     pub(crate) fn in_activation_order(&self, scheme: AffineScheme, other: &str) -> Self {
         let mut store = self.quantized(scheme);
         let linears = store.matrices.iter_mut();
@@ -590,8 +590,8 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
         .expect("it fits")
 }
 
-/// Gives slot 1 of a hybrid's session the page that `text` begins with, then its states, without which it is no sequence,
-/// and feeds it the rest of `text`.
+/// Gives slot 1 of a hybrid's session the page that `text` begins with, then its states, without which it is no
+/// sequence, and feeds it the rest of `text`.
 pub(crate) fn restore(s: &mut dyn Session, page: &[u8], state: &[u8], text: &[u32]) {
     s.pages().unwrap().append(1, page).unwrap();
     assert_eq!(s.len(1), PAGE);

@@ -427,8 +427,8 @@ fn divergence(found: &[f32], expected: &[f32], vocab: usize) -> f64 {
     of_rows.sum::<f64>() / (found.len() / vocab) as f64
 }
 
-/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts and
-/// steps.
+/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts
+/// and steps.
 #[test]
 fn blocks_of_gguf_files() {
     use BlockType::*;
@@ -490,8 +490,8 @@ fn agree_in_steps(gpu: &dyn Engine, cpu: &dyn Engine, config: &ModelConfig, what
     }
 }
 
-/// Inputs in groups of an order of their own, which the parts of a product share or not, give the CPU's logits in prompts and
-/// steps.
+/// Inputs in groups of an order of their own, which the parts of a product share or not, give the CPU's logits in
+/// prompts and steps.
 #[test]
 fn activation_order_agrees_with_the_cpu() {
     let config = ModelConfig {

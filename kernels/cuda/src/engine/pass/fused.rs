@@ -13,8 +13,8 @@ const MOST_BLOCK_ROWS: usize = 8;
 pub(in crate::engine) struct Fused {
     /// One kernel may run all layers.
     pub(in crate::engine) layers: bool,
-    /// Each product normalizes its rows, which are f32, for itself. If not, a kernel normalizes them to FP16, once for all
-    /// products of a block.
+    /// Each product normalizes its rows, which are f32, for itself. If not, a kernel normalizes them to FP16, once for
+    /// all products of a block.
     pub(in crate::engine) norms: bool,
     /// A recurrence computes its rates for itself. If not, they are a product.
     pub(in crate::engine) rates: bool,
@@ -28,7 +28,8 @@ pub(in crate::engine) enum Sums {
     Added,
     /// As `Added`, but where this GPU's share is one product alone, it writes it.
     Written,
-    /// It leaves them in parts, which the norm that follows adds up; on one of several GPUs, the sum over all of them does.
+    /// It leaves them in parts, which the norm that follows adds up; on one of several GPUs, the sum over all of them
+    /// does.
     Parts,
 }
 
@@ -42,8 +43,8 @@ const TABLE: [(usize, Fused); 4] = [
 ];
 
 /// Most rows of steps of a model of shape `c` whose products have kernels for few rows, on a device whose steps take
-/// `together` sequences. Codes of GGUF's blocks, once most weights of each token's products are such, cost these kernels more
-/// than those of wide steps (`benches/records/2026-11-30-gpu-gguf.csv`).
+/// `together` sequences. Codes of GGUF's blocks, once most weights of each token's products are such, cost these
+/// kernels more than those of wide steps (`benches/records/2026-11-30-gpu-gguf.csv`).
 pub(in crate::engine) fn few_rows(c: &ModelConfig, kinds: Kinds<'_>, together: usize) -> usize {
     let (mut blocks, mut all) = (0, 0);
     for index in 0..c.num_hidden_layers {

@@ -91,8 +91,8 @@ pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
     sequences.max(MOST_RUN.min(spec.max_rows))
 }
 
-/// Values per row of [`StepRows::best`] after a step of `m` rows, of which the kernels for few rows take up to `few`: of the blocks of the head's product, or of the logits that
-/// were gathered from several GPUs.
+/// Values per row of [`StepRows::best`] after a step of `m` rows, where kernels for few rows take up to `few`: of the blocks
+/// of the head's product, or of the logits that were gathered from several GPUs.
 pub(super) fn best_values(
     gpu: &Gpu,
     head: &DeviceLinear,
@@ -124,7 +124,8 @@ pub(super) struct RowState {
 
 impl StepRows {
     /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
-    /// `kv`, with weights in trellis codes or not, of which the kernels for few rows take up to `few_rows`. All rows start idle, in the last slot of `places`.
+    /// `kv`, with weights in trellis codes or not; kernels for few rows take up to `few_rows`. All rows start idle, in the
+    /// last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
