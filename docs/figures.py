@@ -100,6 +100,42 @@ def files():
             "¹ of a file with one width of codes in all layers (`--simple`)."]
 
 
+GGUF = "2026-11-30-gpu-gguf.csv"
+# Parameters of Qwen3 8B, and those that a token reads: all but the embedding.
+PARAMETERS, READ = 8_190_735_360, 8_190_735_360 - 151_936 * 4096
+
+
+def kinds():
+    """Bits and speed of kinds of files on a GPU, beside llama.cpp."""
+    lines = []
+    speed = lambda kind, engine: float(row(GGUF, model="8b", type=kind, engine=engine, test="tg128")["tok_s"])
+    for kind in ["Q6_K", "Q5_K", "Q4_K_M", "IQ4_XS", "Q3_K", "IQ3_XXS", "IQ2_XXS"]:
+        r = row(GGUF, model="8b", type=kind, engine="nq", test="tg128")
+        held, stored = 8 * int(r["bytes_per_token"]) / READ, 8 * int(r["file_bytes"]) / PARAMETERS
+        ours, theirs = speed(kind, "nq"), speed(kind, "llama.cpp")
+        lines.append([f"GGUF `{kind}`", f"{stored:.2f}", f"{held:.2f}", whole(ours), f"{whole(theirs)} ({ours / theirs:.2f} x)"])
+    for name, codes in [("EXL3, 4 bits", "exl3 4 bits"), ("nq `--trellis --simple`, 4 bits", "trellis 4 bits")]:
+        r = row(GPU_EXL3, codes=codes, test="tg128")
+        held = f"{8 * int(r['bytes_per_token']) / READ:.2f}"
+        lines.append([name, held, held, whole(r["tok_s"]), "–"])
+    return table(["kind of file", "bits a weight", "bits on a GPU", "nq, tokens a second", "llama.cpp"], lines)
+
+
+GPU_EXL3 = "2026-11-30-gpu-exl3.csv"
+
+
+def gguf_models():
+    """Q4_K_M of several shapes beside llama.cpp."""
+    lines = []
+    for model, name in [("8b", "8B"), ("27b", "27B, 16 of 64 layers"), ("30b-a3b", "30B-A3B, 12 of 48")]:
+        cells = []
+        for test, batch in [("tg128", "1"), ("pp512", "1"), ("tg64", "16")]:
+            ours, theirs = (float(row(GGUF, model=model, type="Q4_K_M", engine=e, test=test, batch=batch)["tok_s"]) for e in ["nq", "llama.cpp"])
+            cells.append(f"{whole(ours)} : {whole(theirs)} ({ours / theirs:.2f} x)")
+        lines.append([name, *cells])
+    return table(["Q4_K_M, tok/s, nq : llama.cpp", "one sequence", "prompts of 512", "16 sequences"], lines)
+
+
 def exl3():
     lines = []
     for r in rows(EXL3):

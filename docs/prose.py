@@ -18,7 +18,7 @@ LADDER = "2026-11-23-compare-quality.csv"
 TWO = "2026-11-26-two-gpus.csv"
 BUILD = "2026-11-23-build-time.csv"
 HEADS = "2026-11-28-draft-heads.csv"
-GGUF = "2026-11-29-gpu-gguf.csv"
+GGUF = "2026-11-30-gpu-gguf.csv"
 FIT_GPU = "2026-11-29-fit-gpu.csv"
 FIT_BENCH = "2026-11-30-fit-bench.csv"
 
@@ -51,7 +51,7 @@ def mtp(model, drafted="3"):
 
 
 def gguf(engine, test, batch="1"):
-    return float(row(GGUF, engine=engine, test=test, batch=batch)["tok_s"])
+    return float(row(GGUF, model="8b", type="Q4_K_M", engine=engine, test=test, batch=batch)["tok_s"])
 
 
 def most_off():

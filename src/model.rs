@@ -12,7 +12,10 @@ use nq_formats::exl3::VALUES;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, TensorEntry, human_bytes};
-use nq_runtime::SamplingParams;
+use nq_kernels::registry::WeightKind;
+use nq_model::ModelConfig;
+use nq_runtime::weights::{Kinds, weight_kinds};
+use nq_runtime::{SamplingParams, SessionSpec};
 use std::ffi::OsStr;
 
 /// Opens the model given to a command, a path or a name; without one, the default model.
@@ -90,8 +93,27 @@ pub(crate) fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
     }
 }
 
-/// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more memory
-/// than the file.
+/// What the weights of a model of shape `c`, whose matrices are of these kinds, take on a GPU; `None` in builds without
+/// kernels for GPUs, and of models that these do not run.
+pub(crate) fn bytes_on_gpu(c: &ModelConfig, kinds: Kinds<'_>) -> Option<u64> {
+    let planner = nq_load::planner(true).ok()?;
+    let planned = planner(c, kinds, &SessionSpec::of_one(1, 1)).ok()?;
+    Some(planned.weights as u64)
+}
+
+/// What a checkpoint's weights take on a GPU, as [`bytes_on_gpu`]; `None` also if none is quantized.
+pub(crate) fn quantized_on_gpu(checkpoint: &Checkpoint) -> Option<u64> {
+    let config = checkpoint.config();
+    let kinds = weight_kinds(config, checkpoint.store(), true).ok()?;
+    let is_dense = |kind: &WeightKind| matches!(kind, WeightKind::Dense(_));
+    match kinds.values().all(is_dense) {
+        true => None,
+        false => bytes_on_gpu(config, &|name| kinds[name]),
+    }
+}
+
+/// Says of GGUF types that have no kernel, and of such codes of EXL3, what they run as, where that takes notably more
+/// memory than the file.
 pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if checkpoint.store().format() == exl3::METHOD {
         let (stored, held) = expanded_exl3(checkpoint);

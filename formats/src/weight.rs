@@ -9,6 +9,7 @@ use crate::trellis::TrellisWeight;
 use bytes::Bytes;
 use half::f16;
 use nq_model::Dims;
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// The weight of a Linear or an embedding, `[out, in]` row-major.
@@ -364,6 +365,39 @@ impl AffineWeight {
     /// Group of each input, if it is not `i / group size`.
     pub fn g_idx(&self) -> Option<&[u32]> {
         self.g_idx.as_deref()
+    }
+
+    /// The same weight with its inputs sorted by group, so that input `i` is in group `i / group size`, and which of
+    /// this weight's inputs each of them is, `[in]`. `None` without a `g_idx`, and where groups are not as large as the
+    /// scheme says.
+    pub fn in_group_order(&self) -> Option<(Self, Vec<u32>)> {
+        let groups = self.g_idx()?;
+        let mut order: Vec<u32> = (0..groups.len() as u32).collect();
+        order.sort_by_key(|&i| groups[i as usize]);
+        let size = self.scheme.group.size(self.in_features).max(1);
+        let mut places = order.iter().enumerate();
+        if !places.all(|(place, &i)| groups[i as usize] as usize == place / size) {
+            return None;
+        }
+        let (bits, inputs) = (self.scheme.bits, self.in_features);
+        let mut codes = vec![0; self.codes.len()];
+        let rows = codes.par_chunks_mut(bits.bytes(inputs).max(1)).enumerate();
+        rows.for_each_init(
+            || [vec![0; inputs], vec![0; inputs]],
+            |[from, sorted], (row, to)| {
+                pack::unpack_row(bits, self.row_codes(row), from);
+                for (code, &i) in sorted.iter_mut().zip(&order) {
+                    *code = from[i as usize];
+                }
+                pack::pack_row(bits, sorted, to);
+            },
+        );
+        let sorted = AffineWeight {
+            codes: codes.into(),
+            g_idx: None,
+            ..self.clone()
+        };
+        Some((sorted, order))
     }
 
     /// Group of input `i`.

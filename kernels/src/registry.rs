@@ -91,6 +91,17 @@ impl WeightKind {
         }
     }
 
+    /// True if its inputs are in groups of an order of their own.
+    pub const fn is_ordered(self) -> bool {
+        matches!(
+            self,
+            WeightKind::Affine {
+                act_order: true,
+                ..
+            }
+        )
+    }
+
     /// The kind of weights in `scheme`, whose inputs are in groups of their own order if `act_order`.
     pub const fn in_scheme(scheme: Scheme, act_order: bool) -> Self {
         match scheme {

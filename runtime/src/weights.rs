@@ -29,16 +29,21 @@ pub fn weight_kinds(
     store: &dyn WeightStore,
     in_levels: bool,
 ) -> Result<BTreeMap<String, WeightKind>> {
-    let mut kinds = BTreeMap::new();
+    let (mut kinds, mut ordered) = (BTreeMap::new(), None);
     for (name, shape) in names::parameters(config) {
         if let names::Shape::Matrix(out, inputs) = shape {
             let dims = Dims::new(out, inputs);
-            // Of a scheme that the file states apart from the weight, the order of inputs is not known.
-            let told = store
-                .scheme_in_levels(&name)
-                .filter(|_| store.scheme(&name).is_none());
+            let told = store.scheme_in_levels(&name).filter(|_| in_levels);
             let kind = match (in_levels, told) {
-                (true, Some(scheme)) => WeightKind::in_scheme(scheme, false),
+                (true, Some(scheme)) => {
+                    // A scheme that the file states apart from the weight does not say whether inputs have an order of their
+                    // own: the first such weight does.
+                    if ordered.is_none() && store.scheme(&name).is_some() {
+                        let first = WeightKind::of(&store.matrix_in_levels(&name, dims)?);
+                        ordered = Some(first.is_ordered());
+                    }
+                    WeightKind::in_scheme(scheme, ordered.unwrap_or(false))
+                }
                 (true, None) => WeightKind::of(&store.matrix_in_levels(&name, dims)?),
                 (false, _) => WeightKind::of(&store.matrix_in_codes(&name, dims)?),
             };

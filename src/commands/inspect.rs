@@ -12,8 +12,8 @@ use nq_formats::gguf::GgufFile;
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Files, Scheme, Task, TensorEntry};
-use nq_runtime::weights::{held_otherwise, weight_kinds};
-use nq_runtime::{ChatTemplate, SamplingParams, SessionSpec, Tokenizer, is_recurrent, tokenizer};
+use nq_runtime::weights::held_otherwise;
+use nq_runtime::{ChatTemplate, SamplingParams, Tokenizer, is_recurrent, tokenizer};
 use nq_serve::about::{About, AboutTower};
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -363,7 +363,7 @@ fn describe(
     let (config, store) = (checkpoint.config(), checkpoint.store());
     if let Some(held) = held_otherwise(config, store, Scheme::held_on_gpu) {
         writeln!(out, "  on a GPU         {}", held.join(", "))?;
-    } else if let Some(bytes) = blocks_on_gpu(checkpoint) {
+    } else if let Some(bytes) = model::quantized_on_gpu(checkpoint) {
         writeln!(out, "  on a GPU         {} of weights", human_bytes(bytes))?;
     }
     if let Some(record) = record {
@@ -380,17 +380,6 @@ fn describe(
             report.tensors.len()
         ),
     }
-}
-
-/// What the weights of a GGUF file take on a GPU; `None` in builds without kernels for GPUs, and of models that these do
-/// not run.
-fn blocks_on_gpu(checkpoint: &Checkpoint) -> Option<u64> {
-    checkpoint.store().gguf_file()?;
-    let config = checkpoint.config();
-    let planner = nq_load::planner(true).ok()?;
-    let kinds = weight_kinds(config, checkpoint.store(), true).ok()?;
-    let planned = planner(config, &|name| kinds[name], &SessionSpec::of_one(1, 1)).ok()?;
-    Some(planned.weights as u64)
 }
 
 /// What a user asks first: context, chat template, sampling and licence.

@@ -77,6 +77,16 @@ pub fn affine(
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
+/// A seeded assignment of inputs to groups of `group`, as in activation order.
+pub fn shuffled_groups(inp: usize, group: usize, seed: u64) -> Vec<u32> {
+    let mut rng = Philox::new(seed, 13);
+    let mut g: Vec<u32> = (0..inp).map(|i| (i / group) as u32).collect();
+    for i in (1..inp).rev() {
+        g.swap(i, rng.next_u32() as usize % (i + 1));
+    }
+    g
+}
+
 /// A weight in a trellis code with random words; its input scales, of the seed `inputs`, are powers of two of either
 /// sign.
 pub fn trellis(scheme: TrellisScheme, dims: Dims, seed: u64, inputs: u64) -> Weight {

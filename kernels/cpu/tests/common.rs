@@ -2,7 +2,6 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use nq_cpu::{Cpu, DeltaVectors};
-use nq_kernels::rng::Philox;
 use nq_kernels::{Isa, IsaChoice};
 use nq_model::OutputGate;
 use nq_testkit::delta::Vectors;
@@ -18,16 +17,6 @@ pub(crate) fn view(w: &Vectors) -> DeltaVectors<'_> {
         norm: &w.norm,
         gate: OutputGate::Silu,
     }
-}
-
-/// A seeded assignment of inputs to groups of `group`, as in activation order.
-pub(crate) fn shuffled_groups(inp: usize, group: usize, seed: u64) -> Vec<u32> {
-    let mut rng = Philox::new(seed, 13);
-    let mut g: Vec<u32> = (0..inp).map(|i| (i / group) as u32).collect();
-    for i in (1..inp).rev() {
-        g.swap(i, rng.next_u32() as usize % (i + 1));
-    }
-    g
 }
 
 /// CPUs with one instruction set and number of threads, made once.

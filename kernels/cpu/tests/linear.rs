@@ -1,6 +1,6 @@
 //! Every Linear kernel in the CPU's registry compared with the reference.
 
-use crate::common::{Guarded, cpu, isas, shuffled_groups};
+use crate::common::{Guarded, cpu, isas};
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
 use nq_formats::{AffineScheme, Bits, Group, QuantizedWeight, Weight, Zeros};
@@ -8,7 +8,7 @@ use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, reference};
 use nq_model::{DType, Dims};
 use nq_testkit::compare::nmse;
-use nq_testkit::weights::{affine, dense, held_as_others, normal, schemes};
+use nq_testkit::weights::{affine, dense, held_as_others, normal, schemes, shuffled_groups};
 
 const ROWS: [usize; 7] = [1, 2, 3, 8, 16, 17, 33];
 const GROUPS: [Group; 5] = [

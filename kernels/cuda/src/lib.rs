@@ -27,6 +27,7 @@ mod driver;
 pub mod engine;
 mod exl3;
 mod experts;
+mod gather;
 mod gemm;
 mod gemm_step;
 mod gemv;
@@ -73,6 +74,7 @@ pub use engine::{
     planned_tower, served, unserved_tower,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
+pub use gather::{GatheredRows, GatheredSizes};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};
 pub use gemv::GemvOutput;
@@ -81,7 +83,7 @@ pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
-pub use pack::{PackedKind, Stack, operand_index};
+pub use pack::{PackedKind, Stack, StackKind, operand_index};
 pub use partial_sums::PartialSums;
 pub use prefill::SequenceRows;
 pub use product::Norm;

@@ -58,6 +58,9 @@ pub struct DeviceLinear {
     pub(super) trellis: Option<TrellisParts>,
     /// Of a weight in EXL3's codes.
     pub(super) exl3: Option<Exl3Parts>,
+    /// The input that each column is, `[inputs]`, if these are sorted by group: rows of activations are gathered
+    /// likewise before their products.
+    pub(super) order: Option<Buffer<u32>>,
     /// Of experts in a bank, which kernels find by its table: `codes` and `meta` are then its rooms.
     bank: Option<BankHalf>,
 }
@@ -170,6 +173,9 @@ impl Uploader {
             return Ok(linear);
         }
         linear.scale = packing.scale();
+        if let Some(order) = packing.order() {
+            linear.order = Some(self.gpu.upload("weights", order)?);
+        }
         let code_tile = packing.spans() * kind.code_bytes();
         let meta_tile = packing.spans() * kind.meta_bytes();
         let step = STAGING / (code_tile + meta_tile).max(1);
@@ -240,8 +246,36 @@ impl DeviceLinear {
             scale: 1.0,
             trellis,
             exl3,
+            order: None,
             bank: None,
         })
+    }
+
+    /// The same with memory for the order of its inputs, if they are `sorted`: as [`Uploader::pack`] has it.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub(crate) fn with_order(mut self, gpu: &Gpu, sorted: bool) -> Result<Self> {
+        if sorted {
+            self.order = Some(gpu.zeros("weights", self.inputs)?);
+        }
+        Ok(self)
+    }
+
+    /// The same memory, for inputs that are in its order already.
+    pub(super) fn in_order(&self) -> Self {
+        DeviceLinear {
+            shape: self.shape,
+            codes: self.codes.share(),
+            meta: self.meta.share(),
+            rows: self.rows,
+            inputs: self.inputs,
+            scale: self.scale,
+            trellis: None,
+            exl3: None,
+            order: None,
+            bank: None,
+        }
     }
 
     /// One half of the experts of a bank, of which kernels for experts alone take products.
@@ -257,6 +291,7 @@ impl DeviceLinear {
             scale: half.scale,
             trellis: None,
             exl3: None,
+            order: None,
             bank: Some(half),
         }
     }
@@ -296,6 +331,7 @@ impl DeviceLinear {
             scale: 1.0,
             trellis: None,
             exl3: None,
+            order: None,
             bank: None,
         }
     }
@@ -347,7 +383,10 @@ impl DeviceLinear {
     pub fn bytes(&self) -> usize {
         match self.bank {
             Some(_) => self.shape.codes_bytes() + self.shape.meta_bytes(),
-            None => self.codes.bytes() + self.meta.bytes(),
+            None => {
+                let order = self.order.as_ref().map_or(0, Buffer::bytes);
+                self.codes.bytes() + self.meta.bytes() + order
+            }
         }
     }
 
@@ -370,13 +409,16 @@ impl DeviceLinear {
         })
     }
 
-    /// Codes, metadata and the scale of all, checked as operands of `o`.
+    /// Codes, metadata and the scale of all, checked as operands of `o`, whose rows are in the order of its inputs.
     pub(super) fn operands(&self, o: &Operands<'_>) -> Result<(Address, Address, f32)> {
         if self.is_unpacked() {
             return o.refuse("a weight", "integer codes or FP16", self.kind().name());
         }
         if self.bank.is_some() {
             return o.refuse("a weight", "one stack", "experts in a bank");
+        }
+        if self.order.is_some() {
+            return o.refuse("a weight", "inputs in their own order", "sorted by group");
         }
         let codes = o.of("weights", &self.codes, &[self.codes.len()])?;
         let meta = o.of("weights", &self.meta, &[self.meta.len()])?;

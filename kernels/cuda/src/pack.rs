@@ -1,6 +1,7 @@
 //! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
 mod kind;
+mod order;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -10,8 +11,10 @@ use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
 use nq_model::{DType, Dims};
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 pub use kind::PackedKind;
+pub use order::StackKind;
 
 /// Rows of a tile.
 pub const TILE: usize = 16;
@@ -36,7 +39,9 @@ pub enum Stack {
 /// Several weights with the same inputs that are packed as one.
 pub struct Packing<'a> {
     kind: PackedKind,
-    parts: Vec<&'a Weight>,
+    parts: Vec<Cow<'a, Weight>>,
+    /// The input that each column is, if they are sorted by group.
+    order: Option<Vec<u32>>,
     stack: Stack,
     rows: usize,
     inputs: usize,
@@ -44,7 +49,8 @@ pub struct Packing<'a> {
 }
 
 impl<'a> Packing<'a> {
-    /// Plans the packing of `parts`; with values of FP16 if `plain` and if they are in trellis codes.
+    /// Plans the packing of `parts`; with values of FP16 if `plain` and if they are in trellis codes or an order of their
+    /// own. Those in an order of their own are sorted by group, but where that differs between them, they are FP16, too.
     ///
     /// # Errors
     /// [`Error::NoKernel`] if a part has no kernel; [`Error::Shape`] if inputs, schemes or, for
@@ -81,10 +87,14 @@ impl<'a> Packing<'a> {
             return Err(shape("interleaved weights", "2".into(), found));
         }
         let kinds = parts.iter().map(|part| WeightKind::of(part));
-        let kind = match PackedKind::of_stack(kinds, inputs)? {
-            kind if plain => kind.without_trellis(),
-            kind => kind,
-        };
+        let StackKind { mut kind, sorted } = StackKind::new(kinds, inputs, plain)?;
+        let (mut sorted_parts, mut order) = (None, None);
+        if sorted {
+            (sorted_parts, order) = order::sorted(parts).unzip();
+            if order.is_none() {
+                kind = PackedKind::Fp16;
+            }
+        }
         // Offsets of weights without zero-points are their scales times the midpoint.
         let offsets = matches!(
             kind,
@@ -129,7 +139,11 @@ impl<'a> Packing<'a> {
         };
         Ok(Packing {
             kind,
-            parts: parts.to_vec(),
+            parts: match sorted_parts {
+                Some(sorted) => sorted.into_iter().map(Cow::Owned).collect(),
+                None => parts.iter().map(|&part| Cow::Borrowed(part)).collect(),
+            },
+            order,
             stack,
             rows: parts.iter().map(|p| p.dims().rows).sum(),
             inputs,
@@ -140,6 +154,11 @@ impl<'a> Packing<'a> {
     /// The kind of the result.
     pub fn kind(&self) -> PackedKind {
         self.kind
+    }
+
+    /// The input that each column is, `[inputs]`, if they are sorted by group.
+    pub fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
     }
 
     /// Number of rows of all parts together.
@@ -192,13 +211,13 @@ impl<'a> Packing<'a> {
     }
 
     /// The part, and its row, at packed row `row`.
-    fn source(&self, row: usize) -> Option<(&'a Weight, usize)> {
+    fn source(&self, row: usize) -> Option<(&Weight, usize)> {
         if row >= self.rows {
             return None;
         }
         if self.stack == Stack::Interleave {
             let (tile, within) = (row / TILE, row % TILE);
-            return Some((self.parts[within / 8], tile * 8 + within % 8));
+            return Some((&self.parts[within / 8], tile * 8 + within % 8));
         }
         let mut at = row;
         for part in &self.parts {

@@ -102,6 +102,9 @@ impl Product<'_> {
 impl Stream {
     /// Computes a product by the kernel of its plan.
     pub(super) fn multiply(&self, p: Product<'_>, output: ProductOutput<'_>) -> Result<()> {
+        if let Some(order) = &p.w.order {
+            return self.multiply_in_order(&p, order, output);
+        }
         if let Some(parts) = &p.w.trellis {
             return self.multiply_trellis(&p, parts, output);
         }

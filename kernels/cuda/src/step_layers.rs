@@ -232,7 +232,8 @@ impl StepLayer<'_> {
         let mut all = self.weights().into_iter().zip(shapes);
         same && all.all(|(w, (rows, inputs))| {
             let whole = !sizes.trellis || w.trellis_strips() == Some(rows / STRIP);
-            (w.rows(), w.inputs()) == (rows, inputs) && inputs.is_multiple_of(256) && whole
+            let serves = inputs.is_multiple_of(256) && whole && w.order.is_none();
+            (w.rows(), w.inputs()) == (rows, inputs) && serves
         })
     }
 }

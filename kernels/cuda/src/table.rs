@@ -2,13 +2,13 @@
 
 use super::kernel::KernelRow;
 use super::{
-    advance, attention, bandwidth, batch, collectives, delta, experts, gemm, gemm_step, gemv, grad,
-    grouped, linear,
+    advance, attention, bandwidth, batch, collectives, delta, experts, gather, gemm, gemm_step,
+    gemv, grad, grouped, linear,
 };
 use super::{exl3, prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 30] = [
+static TABLE: [&[&KernelRow]; 31] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -21,6 +21,7 @@ static TABLE: [&[&KernelRow]; 30] = [
     delta::ROWS,
     exl3::ROWS,
     experts::ROWS,
+    gather::ROWS,
     gemm::ROWS,
     gemm_step::ROWS,
     gemv::ROWS,

@@ -19,7 +19,7 @@ pub(super) struct ModelFinding {
     name: String,
     /// The device that its text model runs on.
     device: String,
-    /// Its weights without those of the tower, as they are stored.
+    /// Its weights without those of the tower: as they are stored, or as an NVIDIA GPU holds them.
     text_bytes: u64,
     /// What seeing takes; absent for a model that reads text alone.
     images: Option<ImageFinding>,
@@ -45,10 +45,15 @@ pub(super) fn find(
     let device = Device::choose(global.device)?;
     let tower = nq_load::tower_device(checkpoint, &options, terminal)?;
     let bytes = SightBytes::plan(checkpoint, &options, &SightOptions::default())?;
+    let on_gpu = match device {
+        Device::Cuda(_) | Device::Gpus(_) => model::quantized_on_gpu(checkpoint),
+        Device::Cpu | Device::Wgpu(_) => None,
+    };
+    let stored = checkpoint.tensor_bytes() - checkpoint.tower_bytes();
     let finding = ModelFinding {
         name: found.name,
         device: device.to_string(),
-        text_bytes: checkpoint.tensor_bytes() - checkpoint.tower_bytes(),
+        text_bytes: on_gpu.unwrap_or(stored),
         images: tower.zip(bytes).map(|(device, bytes)| ImageFinding {
             device: device.to_string(),
             bytes,

@@ -16,6 +16,7 @@ pub use args::QuantizeArgs;
 use nq_formats::Progress;
 use nq_formats::nq::staging;
 use nq_formats::trellis::Code;
+use nq_model::DType;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
@@ -60,6 +61,13 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let estimate = job.estimate();
     let parameters = model.checkpoint.config().parameters();
     let mut lines = plan(&model.name, parameters, &options, &estimate);
+    // Which schemes a size leads to is not known before the run.
+    let schemes = Some(&options.schemes).filter(|_| options.target.is_none());
+    let on_gpu = schemes.and_then(|schemes| {
+        let config = model.checkpoint.config();
+        model::bytes_on_gpu(config, &|name| schemes.kind(name, DType::BF16))
+    });
+    lines.extend(on_gpu.map(|bytes| format!("on a GPU: {} of weights", human_bytes(bytes))));
     // A run says it itself: what is left of an interrupted one is known once its work was read.
     if args.dry_run {
         let stages = job.stages()?;

@@ -90,7 +90,8 @@ pub(crate) struct ColumnsTarget {
 impl Columns {
     /// True if attention can prepare the inputs of `w`.
     pub fn suit(w: &DeviceLinear) -> bool {
-        matches!(w.kind(), PackedKind::Affine { .. }) && w.inputs().is_multiple_of(SPAN)
+        let is_affine = matches!(w.kind(), PackedKind::Affine { .. });
+        is_affine && w.inputs().is_multiple_of(SPAN) && w.order.is_none()
     }
 
     /// Refuses `m` rows for a product with `w` that have no room, or no kernel.

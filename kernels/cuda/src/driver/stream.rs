@@ -5,6 +5,7 @@ use super::errors::check;
 use super::gpu::{Gpu, PartTimes, Timed};
 use super::launch::{Attributes, LaunchShape};
 use super::memory::Allocation;
+use crate::gather::GatheredRows;
 use crate::kernel::Instance;
 use crate::trellis::room::TrellisRoom;
 use cudarc::driver::result;
@@ -26,7 +27,12 @@ impl Gpu {
 
     /// Creates a stream.
     pub fn stream_with(&self, options: StreamOptions) -> Result<Stream> {
-        let StreamOptions { room, beside, last } = options;
+        let StreamOptions {
+            room,
+            gathered,
+            beside,
+            last,
+        } = options;
         let create = || {
             #[cfg(test)]
             if super::trace::is_imagined(self) {
@@ -47,6 +53,7 @@ impl Gpu {
             kept: Mutex::default(),
             alone: OnceLock::new(),
             room,
+            gathered,
             beside,
         });
         let mut all = lock(&STREAMS);
@@ -87,6 +94,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct StreamOptions {
     /// Memory for products with trellis codes.
     pub room: Option<TrellisRoom>,
+    /// Memory for products with sorted inputs.
+    pub gathered: Option<GatheredRows>,
     /// True if kernels of another stream of this device wait for kernels of this one: ranks of one model that share a
     /// GPU. A kernel then never holds the device's room while it waits for the one before it, and does not run
     /// alone.
@@ -112,6 +121,8 @@ struct StreamInner {
     alone: OnceLock<Mark>,
     /// Memory between the kernels of products with trellis codes, which run one after the other.
     room: Option<TrellisRoom>,
+    /// Likewise, of those with sorted inputs.
+    gathered: Option<GatheredRows>,
     /// See [`StreamOptions`].
     beside: bool,
 }
@@ -139,6 +150,11 @@ impl Stream {
     /// Its memory for products with trellis codes.
     pub(crate) fn room(&self) -> Option<&TrellisRoom> {
         self.0.room.as_ref()
+    }
+
+    /// Its memory for products with sorted inputs.
+    pub(crate) fn gathered_rows(&self) -> Option<&GatheredRows> {
+        self.0.gathered.as_ref()
     }
 
     /// The driver's handle.

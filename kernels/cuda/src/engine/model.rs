@@ -5,14 +5,14 @@ use super::experts_at::ExpertsAt;
 use super::host_experts::HostExperts;
 use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
-use super::pass::Context;
+use super::pass::{Context, few_rows};
 use super::plan::{PlacedExperts, wide};
 use super::request::MemoryRequest;
 use super::residency::ModelBank;
 use super::session::step_rows::most_together;
 use super::weights::{
-    self, TrellisCodes, half_of_experts, no_weight, stage_sizes, stored_by_layer, told_kinds,
-    weight_bytes,
+    self, TrellisCodes, half_of_experts, has_sorted_inputs, no_weight, stage_sizes,
+    stored_by_layer, told_kinds, weight_bytes,
 };
 use crate::pack::{SPAN, TILE};
 use crate::{
@@ -49,6 +49,10 @@ pub(super) struct CudaModel {
     embedding: Option<DeviceLinear>,
     /// The trellis codes that some of its weights are in.
     pub(super) trellis: TrellisCodes,
+    /// True if some of its weights have sorted inputs.
+    sorted: bool,
+    /// Most rows of steps that its kernels for few rows take.
+    few_rows: usize,
     /// Which part of a model it is, if it is not a whole one.
     pub(super) part: Option<GpuPart>,
     /// True if its sessions are made [`wide`].
@@ -93,8 +97,9 @@ impl Slower {
         }
         if self.held > 0 {
             progress.note(&format!(
-                "on this device {} of weights are held as {} of FP16: there are no kernels for activation order, some groups \
-                 of 16, products with parts that no scheme holds together, and experts in trellis codes",
+                "on this device {} of weights are held as {} of FP16: there are no kernels for experts in activation \
+                 order, some groups of 16, products with parts that no scheme or order holds together, and experts in \
+                 trellis codes",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));
@@ -202,9 +207,7 @@ impl CudaModel {
         if let Some(w) = &embedding_weight {
             kinds.insert(EMBEDDING.into(), WeightKind::of(w));
         }
-        let ordered =
-            |kind: &WeightKind| matches!(kind, WeightKind::Affine { act_order, .. } if *act_order);
-        let act_order = kinds.values().any(ordered);
+        let act_order = kinds.values().any(|kind| kind.is_ordered());
         let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
@@ -219,6 +222,8 @@ impl CudaModel {
             WeightKind::Trellis(_) | WeightKind::Exl3(_) if plain => WeightKind::Dense(DType::F16),
             kind => kind,
         };
+        let sorted = !plain && has_sorted_inputs(config, &kinds);
+        let few_rows = few_rows(config, &kinds, most_together(&gpu));
         let layers = config.num_hidden_layers;
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
@@ -230,6 +235,8 @@ impl CudaModel {
             kernels,
             head: &weights::head(&dry, config, &kinds, part)?,
             trellis,
+            sorted,
+            few_rows,
             part,
             adapters: AdapterWidths::default(),
             stage: None,
@@ -285,13 +292,16 @@ impl CudaModel {
         };
         count(&[&head_weight]);
         let mut slower = Slower::default();
-        let head = slower.pack(&mut uploader, &[&head_weight], Stack::Concat, plain)?;
+        // Rows of an embedding are looked up with their inputs as they are.
+        let is_plain = |w: &Weight| plain || WeightKind::of(w).is_ordered();
+        let as_plain = is_plain(&head_weight);
+        let head = slower.pack(&mut uploader, &[&head_weight], Stack::Concat, as_plain)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match &embedding_weight {
             None => None,
             Some(w) => {
-                let packed = slower.pack(&mut uploader, &[w], Stack::Concat, plain)?;
+                let packed = slower.pack(&mut uploader, &[w], Stack::Concat, is_plain(w))?;
                 done.add(w);
                 Some(packed)
             }
@@ -372,6 +382,8 @@ impl CudaModel {
             head,
             embedding,
             trellis,
+            sorted,
+            few_rows,
             part,
             is_wide,
         };
@@ -396,6 +408,8 @@ impl CudaModel {
             kernels: self.kernels,
             head: &self.head,
             trellis: self.trellis,
+            sorted: self.sorted,
+            few_rows: self.few_rows,
             part: self.part,
             adapters,
             stage: self.layers.bank.as_ref().map(ModelBank::stage),

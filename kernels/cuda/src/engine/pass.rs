@@ -21,7 +21,7 @@ use crate::{
     HostStage, LayerPages, LayerStates, Norm, Rates, Row, RowsOut, Step, StepOutput, Stream,
     Strided,
 };
-pub(super) use fused::{Fused, Sums};
+pub(super) use fused::{Fused, Sums, few_rows};
 use nq_formats::adapter::ProductKey;
 use nq_kernels::{Error, KernelSet, Result};
 use nq_model::forward::{

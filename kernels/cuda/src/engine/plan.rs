@@ -5,9 +5,12 @@ use super::division::shards;
 use super::experts_at::ExpertsAt;
 use super::layer::largest_mixture;
 use super::part::GpuPart;
+use super::pass::few_rows;
 use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
-use super::weights::{self, TrellisCodes, WeightBytes, layer_bytes, stage_sizes, weight_bytes};
+use super::weights::{
+    self, TrellisCodes, WeightBytes, has_sorted_inputs, layer_bytes, stage_sizes, weight_bytes,
+};
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
 use crate::experts::chosen;
@@ -51,6 +54,8 @@ fn request<T>(
         kernels: KernelSet::Fused,
         head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, part)?,
         trellis: TrellisCodes::of_model(c, kinds),
+        sorted: has_sorted_inputs(c, kinds),
+        few_rows: few_rows(c, kinds, MOST_WIDE_SEQUENCES),
         part,
         adapters: AdapterWidths::default(),
         stage: None,

@@ -25,6 +25,10 @@ pub(super) struct MemoryRequest<'a> {
     pub(super) head: &'a DeviceLinear,
     /// The trellis codes that some of its weights are in.
     pub(super) trellis: TrellisCodes,
+    /// True if some of its weights have sorted inputs.
+    pub(super) sorted: bool,
+    /// Most rows of steps that its kernels for few rows take.
+    pub(super) few_rows: usize,
     /// Which part of a model it is.
     pub(super) part: Option<GpuPart>,
     /// Its adapters.

@@ -23,8 +23,8 @@ use super::residency::ModelBank;
 use super::streams::StreamRun;
 use super::streams::buffers::DraftMemory;
 use crate::{
-    Buffer, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned, Places, Stream,
-    StreamOptions,
+    Buffer, DevicePages, DeviceStates, Gpu, HostStage, MOST_SEQUENCES, Mark, PageStaging, Pinned,
+    Places, Stream, StreamOptions,
 };
 use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
@@ -115,6 +115,7 @@ impl CudaSession {
         Ok(CudaSession {
             stream: gpu.stream_with(StreamOptions {
                 room: memory.room,
+                gathered: memory.gathered,
                 beside: model.part.is_some_and(|part| part.rank.beside),
                 last: false,
             })?,
@@ -405,6 +406,8 @@ impl Streams for CudaSession {
         let taps = |streams| Taps::new(head.taps.clone(), model.config.hidden_size, streams);
         let [of_steps, of_many] = tapped.map(taps);
         self.step.taps = Some(of_steps);
+        // Wide steps leave sums in parts behind each layer.
+        self.step.few_rows = MOST_SEQUENCES;
         self.many.taps = Some(of_many);
         self.drafting = Some(run.clone());
         // The recorded steps keep no streams.

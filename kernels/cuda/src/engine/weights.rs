@@ -6,7 +6,7 @@ use super::layer::{CudaLayer, HeldLayer, largest_mixture};
 use super::part::GpuPart;
 use crate::bank::{BankHalf, ExpertTable, Half, LayerBank, StageSizes, bank_bytes};
 use crate::linear::PackedShape;
-use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, stacked};
+use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, StackKind, stacked};
 use nq_formats::{TensorEntry, WeightStore};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
@@ -69,6 +69,14 @@ impl TrellisCodes {
     }
 }
 
+/// True if a Linear of the layers may have inputs sorted by group.
+pub(super) fn has_sorted_inputs(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
+    (0..c.num_hidden_layers).any(|i| {
+        let linears = c.layer(i).linears();
+        linears.into_iter().any(|l| kinds(&l.name(i)).is_ordered())
+    })
+}
+
 /// Reserves the head, or what a GPU of several has of it.
 pub(super) fn head(
     gpu: &Gpu,
@@ -92,6 +100,8 @@ pub(super) struct WeightBytes {
 /// A stack of a layer, before it is packed.
 struct StackShape {
     kind: PackedKind,
+    /// Its inputs are sorted by group.
+    sorted: bool,
     /// Rows of its parts.
     heights: Vec<usize>,
     inputs: usize,
@@ -112,12 +122,11 @@ impl StackShape {
         }
         let inputs = product.inputs(c);
         let kind = |part: &StackedLinear| part.kind(|l| kinds(&l.name(index)));
-        let kind = match PackedKind::of_stack(parts.iter().map(kind), inputs)? {
-            kind if held.is_plain(product) => kind.without_trellis(),
-            kind => kind,
-        };
+        let plain = held.is_plain(product);
+        let StackKind { kind, sorted } = StackKind::new(parts.iter().map(kind), inputs, plain)?;
         Ok(Some(StackShape {
             kind,
+            sorted,
             heights: parts.iter().map(|part| part.rows(c)).collect(),
             inputs,
         }))
@@ -255,10 +264,12 @@ pub(super) fn layer_bytes(
         };
         let StackShape {
             kind,
+            sorted,
             heights,
             inputs,
         } = stack;
-        Ok(DeviceLinear::zeros(gpu, kind, &heights, inputs)?)
+        let linear = DeviceLinear::zeros(gpu, kind, &heights, inputs)?;
+        Ok(linear.with_order(gpu, sorted)?)
     };
     let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
     if held.has_shared() {

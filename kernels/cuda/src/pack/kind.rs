@@ -65,7 +65,8 @@ impl PackedKind {
     }
 
     /// The kind that a stack of weights with this many inputs packs to: their own where kernels read it; else, of those
-    /// that have the values of all parts, the one of the fewest bytes; FP16 if there is none. Codes in activation order have no kernels.
+    /// that have the values of all parts, the one of the fewest bytes; FP16 if there is none. Codes in activation
+    /// order are sorted before ([`StackKind`](super::StackKind)); otherwise they are FP16.
     ///
     /// # Errors
     /// As [`PackedKind::of`].

@@ -24,7 +24,7 @@ pub(crate) use nq_testkit::compare::distance;
 use nq_testkit::models::{delta, experts, rope, tiny};
 pub(crate) use nq_testkit::sessions::feed;
 use nq_testkit::sessions::{chunk, session_spec};
-use nq_testkit::weights::{exl3, exl3_schemes};
+use nq_testkit::weights::{exl3, exl3_schemes, shuffled_groups};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -212,6 +212,28 @@ impl Store {
         let mut store = self.clone();
         for w in store.matrices.values_mut() {
             *w = round_to_nearest(w, scheme);
+        }
+        store
+    }
+
+    /// Rounded to `scheme`, with inputs in groups of an order of their own: of Linears with as many inputs the same,
+    /// but for those whose names contain `other`.
+    pub(crate) fn in_activation_order(&self, scheme: AffineScheme, other: &str) -> Self {
+        let mut store = self.quantized(scheme);
+        let linears = store.matrices.iter_mut();
+        for (name, w) in linears.filter(|(name, _)| !is_kept(name) && name.as_str() != EMBEDDING) {
+            let Weight::Quantized(QuantizedWeight::Affine(a)) = &*w else {
+                unreachable!("all are rounded");
+            };
+            let dims = w.dims();
+            let seed = u64::from(!other.is_empty() && name.contains(other));
+            let order = shuffled_groups(dims.cols, scheme.group.size(dims.cols), seed);
+            let parts = Parts {
+                g_idx: Some(order.into()),
+                ..a.parts()
+            };
+            let ordered = AffineWeight::assemble(scheme, dims, parts).unwrap();
+            *w = Weight::Quantized(QuantizedWeight::Affine(ordered));
         }
         store
     }
@@ -568,8 +590,8 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
         .expect("it fits")
 }
 
-/// Gives slot 1 of a hybrid's session the page that `text` begins with, then its states, without which it is no sequence,
-/// and feeds it the rest of `text`.
+/// Gives slot 1 of a hybrid's session the page that `text` begins with, then its states, without which it is no
+/// sequence, and feeds it the rest of `text`.
 pub(crate) fn restore(s: &mut dyn Session, page: &[u8], state: &[u8], text: &[u32]) {
     s.pages().unwrap().append(1, page).unwrap();
     assert_eq!(s.len(1), PAGE);

@@ -427,8 +427,8 @@ fn divergence(found: &[f32], expected: &[f32], vocab: usize) -> f64 {
     of_rows.sum::<f64>() / (found.len() / vocab) as f64
 }
 
-/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts and
-/// steps.
+/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts
+/// and steps.
 #[test]
 fn blocks_of_gguf_files() {
     use BlockType::*;
@@ -465,18 +465,55 @@ fn blocks_of_gguf_files() {
             let Some(gpu) = gpu_engine(&config, &store, kernels) else {
                 return;
             };
-            let [mut ours, mut theirs] =
-                [&*gpu, &*cpu].map(|engine| fused_session(engine, KvType::F16));
-            let text = tokens(40, 5);
-            let mut at = 0;
-            for n in [21, 9, 1, 1, 4, 1] {
-                let part = &text[at..at + n];
-                let [found, expected] =
-                    [&mut ours, &mut theirs].map(|session| feed(&mut **session, 1, part));
-                let kld = divergence(&found, &expected, config.vocab_size);
-                assert!(kld < 1e-5, "{usual} and {other} {kernels}: {kld} at {at}");
-                at += n;
-            }
+            agree_in_steps(
+                &*gpu,
+                &*cpu,
+                &config,
+                &format!("{usual} and {other} {kernels}"),
+            );
+        }
+    }
+}
+
+/// Prompts and steps of one session of each have the same logits.
+fn agree_in_steps(gpu: &dyn Engine, cpu: &dyn Engine, config: &ModelConfig, what: &str) {
+    let [mut ours, mut theirs] = [gpu, cpu].map(|engine| fused_session(engine, KvType::F16));
+    let text = tokens(56, 5);
+    let mut at = 0;
+    for n in [21, 9, 1, 1, 4, 1, 16, 1] {
+        let part = &text[at..at + n];
+        let [found, expected] =
+            [&mut ours, &mut theirs].map(|session| feed(&mut **session, 1, part));
+        let kld = divergence(&found, &expected, config.vocab_size);
+        assert!(kld < 1e-5, "{what}: {kld} at {at}");
+        at += n;
+    }
+}
+
+/// Inputs in groups of an order of their own, which the parts of a product share or not, give the CPU's logits in
+/// prompts and steps.
+#[test]
+fn activation_order_agrees_with_the_cpu() {
+    let config = ModelConfig {
+        hidden_size: 512,
+        intermediate_size: 768,
+        ..fused_config()
+    };
+    let store = Store::random(&config, 9);
+    let g128 = AffineScheme::new(Bits::B4, Group::Size(128), Zeros::Integer);
+    for (scheme, other) in [(INT4, ""), (INT8, ""), (g128, "v_proj")] {
+        let store = store.in_activation_order(scheme, other);
+        let cpu = nq(&config, &store);
+        for kernels in [KernelSet::Fused, KernelSet::Reference] {
+            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+                return;
+            };
+            agree_in_steps(
+                &*gpu,
+                &*cpu,
+                &config,
+                &format!("{scheme} {other} {kernels}"),
+            );
         }
     }
 }

@@ -1,14 +1,20 @@
 //! Which operations are one kernel, by the rows of a pass.
 
-use crate::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+use crate::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES, PackedKind};
+use nq_model::ModelConfig;
+use nq_model::names::in_experts;
+use nq_runtime::weights::Kinds;
+
+/// Most rows of GGUF's blocks for which kernels for few rows are faster.
+const MOST_BLOCK_ROWS: usize = 8;
 
 /// Which operations a pass fuses.
 #[derive(Clone, Copy)]
 pub(in crate::engine) struct Fused {
     /// One kernel may run all layers.
     pub(in crate::engine) layers: bool,
-    /// Each product normalizes its rows, which are f32, for itself. If not, a kernel normalizes them to FP16, once for all
-    /// products of a block.
+    /// Each product normalizes its rows, which are f32, for itself. If not, a kernel normalizes them to FP16, once for
+    /// all products of a block.
     pub(in crate::engine) norms: bool,
     /// A recurrence computes its rates for itself. If not, they are a product.
     pub(in crate::engine) rates: bool,
@@ -22,7 +28,8 @@ pub(in crate::engine) enum Sums {
     Added,
     /// As `Added`, but where this GPU's share is one product alone, it writes it.
     Written,
-    /// It leaves them in parts, which the norm that follows adds up; on one of several GPUs, the sum over all of them does.
+    /// It leaves them in parts, which the norm that follows adds up; on one of several GPUs, the sum over all of them
+    /// does.
     Parts,
 }
 
@@ -35,13 +42,38 @@ const TABLE: [(usize, Fused); 4] = [
     (usize::MAX,          Fused { layers: false, norms: false, rates: false, sums: Sums::Written }),
 ];
 
+/// Most rows of steps of a model of shape `c` whose products have kernels for few rows, on a device whose steps take
+/// `together` sequences. Codes of GGUF's blocks, once most weights of each token's products are such, cost these
+/// kernels more than those of wide steps (`benches/records/2026-11-30-gpu-gguf.csv`).
+pub(in crate::engine) fn few_rows(c: &ModelConfig, kinds: Kinds<'_>, together: usize) -> usize {
+    let (mut blocks, mut all) = (0, 0);
+    for index in 0..c.num_hidden_layers {
+        let linears = c.layer(index).linears().into_iter();
+        for linear in linears.filter(|l| in_experts(&l.name(index)).is_none()) {
+            let dims = linear.dims(c);
+            let kind = PackedKind::new(kinds(&linear.name(index)), dims.cols);
+            let is_block = kind.is_ok_and(|kind| kind.block_scheme().is_some());
+            all += dims.rows * dims.cols;
+            blocks += usize::from(is_block) * dims.rows * dims.cols;
+        }
+    }
+    match together > MOST_SEQUENCES && 2 * blocks > all {
+        true => MOST_BLOCK_ROWS,
+        false => MOST_SEQUENCES,
+    }
+}
+
 impl Fused {
     /// In a pass over rows of prompts.
     pub(in crate::engine) const IN_PROMPTS: Fused = TABLE[TABLE.len() - 1].1;
 
-    /// In a step of `m` rows.
-    pub(in crate::engine) fn in_step(m: usize) -> Fused {
-        let row = TABLE.iter().find(|(most, _)| m <= *most);
+    /// In a step of `m` rows, of which the kernels for few rows take up to `few`: at most [`MOST_SEQUENCES`].
+    pub(in crate::engine) fn in_step(m: usize, few: usize) -> Fused {
+        let most = |most: usize| match most {
+            MOST_SEQUENCES => few,
+            most => most,
+        };
+        let row = TABLE.iter().find(|row| m <= most(row.0));
         row.map_or(Fused::IN_PROMPTS, |(_, fused)| *fused)
     }
 }

@@ -4,8 +4,8 @@ use super::taps::Taps;
 use crate::engine::layer::largest_mixture;
 use crate::engine::weights::TrellisCodes;
 use crate::{
-    Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
-    gated_width, packed_weights, stacked,
+    Buffer, Checked, DeltaRows, GatheredSizes, Gpu, GroupedRows, MOST_SEQUENCES, MOST_TRELLIS_ROWS,
+    Places, Row, TrellisSizes, gated_width, packed_weights, stacked,
 };
 use nq_kernels::{DeltaShape, KernelSet};
 use nq_model::forward::Operand;
@@ -62,6 +62,15 @@ impl Widths {
                 TrellisCodes::Exl3 => self.mlp,
                 TrellisCodes::Own | TrellisCodes::None => 0,
             },
+        }
+    }
+
+    /// Of products with sorted inputs, in steps of up to `rows` rows and prompts of up to `many`.
+    pub(super) fn gathered(&self, rows: usize, many: usize) -> GatheredSizes {
+        GatheredSizes {
+            full: rows.min(MOST_SEQUENCES),
+            half: many.max(rows),
+            inputs: self.widest_input(),
         }
     }
 

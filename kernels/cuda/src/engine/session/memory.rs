@@ -9,7 +9,8 @@ use crate::engine::layer::largest_mixture;
 use crate::engine::request::MemoryRequest;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{
-    Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom, stacked,
+    Buffer, DevicePages, DeviceStates, GatheredRows, Gpu, PagesShape, StatesShape, TrellisRoom,
+    stacked,
 };
 use nq_runtime::Result;
 use nq_runtime::interface::{DraftedBy, SessionSpec};
@@ -24,6 +25,7 @@ pub(in crate::engine) struct SessionMemory {
     pub(super) many: ManyRows,
     pub(super) ranks: Option<RankRows>,
     pub(super) room: Option<TrellisRoom>,
+    pub(super) gathered: Option<GatheredRows>,
     pub(super) drafts: Option<DraftMemory>,
     pub(super) adapters: Option<AdapterRows>,
 }
@@ -71,6 +73,7 @@ impl SessionMemory {
             DeviceStates::new(gpu, shape)
         };
         let room = || TrellisRoom::new(gpu, w.trellis(many_rows.max(rows), trellis));
+        let gathered = || GatheredRows::new(gpu, w.gathered(rows, many_rows));
         let ranks = request
             .part
             .map(|part| RankRows::new(gpu, c, part, rows, many_rows));
@@ -85,6 +88,7 @@ impl SessionMemory {
             rows,
             (spec.kv, places),
             (request.part, trellis.any()),
+            request.few_rows,
         )?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
@@ -99,6 +103,7 @@ impl SessionMemory {
             drafts,
             adapters: AdapterRows::new(gpu, adapters, many_rows.max(rows))?,
             room: trellis.any().then(room).transpose()?,
+            gathered: request.sorted.then(gathered).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,

@@ -57,7 +57,7 @@ impl CudaSession {
     fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
-        let blocks = best_values(&model.gpu, &model.head, vocab, m)?;
+        let blocks = best_values(&model.gpu, &model.head, vocab, m, step.few_rows)?;
         let key = ("sample", "fused", Dims::new(m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {
@@ -155,7 +155,9 @@ impl CudaSession {
         StepKind {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
-            at_once: Fused::in_step(m).layers && positions <= MOST_POSITIONS_AT_ONCE && !tapped,
+            at_once: Fused::in_step(m, self.step.few_rows).layers
+                && positions <= MOST_POSITIONS_AT_ONCE
+                && !tapped,
             end,
             runs,
             shared: None,

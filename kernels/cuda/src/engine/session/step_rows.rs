@@ -27,12 +27,14 @@ pub(super) const PENDING: u32 = u32::MAX;
 /// Buffers of the fused step of up to `rows` rows.
 pub(super) struct StepRows {
     pub(super) rows: usize,
+    /// Most of them that the kernels for few rows take; more are wide.
+    pub(super) few_rows: usize,
     pub(super) step: Checked<Step>,   // [rows]
     pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
     pub(super) qkv: Buffer<f32>,      // [rows, widest products of a mixer]
-    pub(super) rates: Buffer<f32>, // [rows, 2 value heads], of recurrences in more than `MOST_SEQUENCES` rows
+    pub(super) rates: Buffer<f32>,    // [rows, 2 value heads], of recurrences in wide steps
     pub(super) attended: Buffer<f32>, // [narrow rows, widest output of a mixer]
-    pub(super) gated: Buffer<f32>, // [narrow rows, intermediate]
+    pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
     /// The pages that rows of a step share, on devices that can read them once for all.
     pub(super) cascade: Option<Cascade>,
@@ -41,7 +43,7 @@ pub(super) struct StepRows {
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
     pub(super) layers: LayersScratch,      // of a step of one row
-    pub(super) wide: Option<WideRows>,     // of more rows than `MOST_SEQUENCES`
+    pub(super) wide: Option<WideRows>,     // of more rows than `few_rows`
     pub(super) taps: Option<Taps>,         // of up to `MOST_SEQUENCES` rows
     pub(super) logits: Buffer<f32>,        // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
@@ -59,7 +61,7 @@ pub(super) struct StepRows {
     pub(super) written: bool,
 }
 
-/// Further buffers for steps of more than [`MOST_SEQUENCES`] rows, which have kernels of their own.
+/// Further buffers for wide steps, which have kernels of their own.
 pub(super) struct WideRows {
     pub(super) halves: Halves,
     pub(super) sums: PartialSums, // [parts, rows, hidden]
@@ -89,17 +91,18 @@ pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
     sequences.max(MOST_RUN.min(spec.max_rows))
 }
 
-/// Values per row of [`StepRows::best`] after a step of `m` rows: of the blocks of the head's product, or of the logits that
-/// were gathered from several GPUs.
+/// Values per row of [`StepRows::best`] after a step of `m` rows, where kernels for few rows take up to `few`: of the blocks
+/// of the head's product, or of the logits that were gathered from several GPUs.
 pub(super) fn best_values(
     gpu: &Gpu,
     head: &DeviceLinear,
     vocab: usize,
     m: usize,
+    few: usize,
 ) -> nq_kernels::Result<usize> {
     if head.rows() < vocab {
         Ok(gathered_best_len(vocab))
-    } else if m <= MOST_SEQUENCES {
+    } else if m <= few {
         best_len(gpu, head, m)
     } else {
         Ok(wide_best_len(gpu, head, m))
@@ -121,7 +124,8 @@ pub(super) struct RowState {
 
 impl StepRows {
     /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
-    /// `kv`, with weights in trellis codes or not. All rows start idle, in the last slot of `places`.
+    /// `kv`, with weights in trellis codes or not; kernels for few rows take up to `few_rows`. All rows start idle, in the
+    /// last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
@@ -129,6 +133,7 @@ impl StepRows {
         rows: usize,
         (kv, places): (KvType, Places),
         (part, trellis): (Option<GpuPart>, bool),
+        few_rows: usize,
     ) -> Result<Self> {
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
@@ -138,13 +143,16 @@ impl StepRows {
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
         let mut blocks = 1;
         for m in 1..=rows {
-            blocks = blocks.max(m * best_values(gpu, head, w.vocab, m)?);
+            // Drafters may read the streams of steps later, which are then not wide.
+            for few in [few_rows, MOST_SEQUENCES] {
+                blocks = blocks.max(m * best_values(gpu, head, w.vocab, m, few)?);
+            }
         }
         let columns = match narrow {
             1 => None,
             _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
         };
-        let wide = if rows > narrow {
+        let wide = if rows > few_rows {
             Some(WideRows::new(gpu, &w, rows)?)
         } else {
             None
@@ -168,6 +176,7 @@ impl StepRows {
         };
         Ok(StepRows {
             rows,
+            few_rows,
             step: Checked::new(gpu, "activations", rows, idle, bounds)?,
             x: f32s(rows, w.hidden)?,
             qkv: f32s(rows, w.qkv)?,

@@ -68,6 +68,8 @@ fn kernels(
         kernels: KernelSet::Fused,
         head: &head,
         trellis: TrellisCodes::None,
+        sorted: false,
+        few_rows: MOST_SEQUENCES,
         part: None,
         adapters: adapters.widths,
         stage: None,
@@ -103,7 +105,7 @@ fn kernels(
     let mut fused = if prompt {
         Fused::IN_PROMPTS
     } else {
-        Fused::in_step(m)
+        Fused::in_step(m, MOST_SEQUENCES)
     };
     fused.rates &= adapted.is_none();
     let (rows, inputs, sequences) = match prompt {

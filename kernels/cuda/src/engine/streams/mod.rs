@@ -20,7 +20,8 @@ use super::page_tables::reserve_pages;
 use super::pass::{Context, Drafting, Fused, Inputs, LastRow, Pass, PassState, Rows, Sequences};
 use crate::{
     Advance, AttentionScratch, Buffer, Checked, Columns, CopiedRows, DeviceLinear, DevicePages,
-    GemvOutput, Gpu, MOST_RUN, NOT_FINITE as NO_NUMBER, Norm, Row, Step, Stream, Strided, best_len,
+    GemvOutput, Gpu, MOST_RUN, MOST_SEQUENCES, NOT_FINITE as NO_NUMBER, Norm, Row, Step, Stream,
+    Strided, best_len,
 };
 use buffers::{DraftMemory, Few, Many, RING, ROWS};
 use nq_kernels::KernelSet;
@@ -79,7 +80,7 @@ impl<'a> On<'a> {
         Pass {
             on,
             m,
-            fused: Fused::in_step(m),
+            fused: Fused::in_step(m, MOST_SEQUENCES),
             rows: Rows {
                 x,
                 qkv: &mut self.few.qkv,

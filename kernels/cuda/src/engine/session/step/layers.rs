@@ -52,18 +52,20 @@ impl CudaSession {
             columns,
             experts,
             wide,
+            few_rows,
             taps,
             logits,
             best,
             ..
         } = step;
+        let few_rows = *few_rows;
         let adapted = Adapted::of_pass(adapters, &adapted.runs, adapter_rows);
         let fused = match adapted {
-            None => Fused::in_step(kind.m),
+            None => Fused::in_step(kind.m, few_rows),
             // What is added to rates is added to a product.
             Some(_) => Fused {
                 rates: false,
-                ..Fused::in_step(kind.m)
+                ..Fused::in_step(kind.m, few_rows)
             },
         };
         let inputs = match (fused.norms, wide) {
