@@ -339,7 +339,7 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         if let Some(bank) = &bank {
-            progress.note(&bank.told(&gpu)?);
+            progress.note(&bank.told());
         }
         layers.bank = bank;
         done.end();
