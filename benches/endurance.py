@@ -303,8 +303,10 @@ def main():
             served = pathlib.Path(made) / "demo"
             served.mkdir()
             (hybrid if options.hybrid else mixture)(served, demo)
+        # A model in two memories takes all that it may of the GPU's.
+        second = [] if options.mixture else ["--model", f"other={other}"]
         server = subprocess.Popen(
-            [options.nq, "serve", str(served), "--model", f"other={other}", "--device", options.device, "--threads", "1",
+            [options.nq, "serve", str(served), *second, "--device", options.device, "--threads", "1",
              *flags, "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
              "--timeout", "60", "--cache-dir", cache, "--cache-size", "200MB", "--json"],
             stdout=subprocess.PIPE, text=True,

@@ -11,7 +11,7 @@ memory and bus alone take for one token:
 
     t = (every token's weights) / memory + max((chosen and found) / memory, (chosen and not found) / bus)
 
-Of a preset that is cut to some of its layers, `whole_tok_s` is computed: the time of the layers is scaled, that of
+Of a prompt, it is the time that the bus takes to bring each expert without room once. Of a preset that is cut to some of its layers, `whole_tok_s` is computed: the time of the layers is scaled, that of
 the head is not. With --llama, a GGUF file of the shape of 30B-A3B with 12 layers (blocks of Q4_K) is read by nq and by
 `llama-bench` in DIR, with the experts of as many layers on the CPU as nq has no rooms for. Needs numpy then.
 """
@@ -55,15 +55,21 @@ BESIDE = {"few": ("2.9GB", LAYERS), "half": ("4.7GB", LAYERS // 2)}
 
 
 def bench(nq, flags):
-    """The rows of `nq bench`, and (rooms, experts) of each layer."""
+    """The rows of `nq bench`, each prompt's with the time that the bus needs for all experts without room, and (rooms,
+    experts) of each layer."""
     command = [nq, "bench", *map(str, flags), "--no-chat", "--repeats", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(" ".join(command), done.stderr, sep="\n", file=sys.stderr, flush=True)
-    rooms = re.search(r"(\d+) of (\d+) experts of each layer", done.stderr)
-    if not done.stdout or not rooms:
+    said = re.search(r"(\d+) of (\d+) experts of each layer .*? all \(([\d.]+) GB\) .*? at (\d+) GB/s", done.stderr)
+    if not done.stdout or not said:
         print("nothing measured", file=sys.stderr)
         return [], None
-    return json.loads(done.stdout), rooms.groups()
+    rooms, experts, size, bus = map(float, said.groups())
+    rows = json.loads(done.stdout)
+    for row in rows:
+        if row["test"].startswith("pp"):
+            row["experts"]["limit_tok_s"] = int(row["test"][2:]) / (size * (1 - rooms / experts) / bus)
+    return rows, (int(rooms), int(experts))
 
 
 def row_of(measured, rooms, **more):
@@ -85,7 +91,7 @@ def desktop(measured):
     """Computed, not measured: tokens per second of a desktop with PCIe 4.0 x16 (25 GB/s) and a card that reads 1 TB/s, by the
     same formula, if it finds as many experts and reaches the same part of the limit."""
     experts = measured.get("experts")
-    if not experts or not experts.get("limit_tok_s") or experts["found"] == 1:
+    if not measured["test"].startswith("tg") or not experts or experts["found"] == 1:
         return ""
     missed = experts["bus_bytes_per_token"]
     chosen = missed / (1 - experts["found"])

@@ -209,7 +209,10 @@ fn layers_of_two_gpus_have_experts_in_the_computers_memory_too() {
             assert_eq!((differ, found.0.len()), (0, expected.0.len()), "{name}");
             assert_eq!(found.1, expected.1, "{name}");
             let choices = engine.expert_choices().expect("they are counted");
-            assert!(choices.found().is_some_and(|found| found < 1.0), "{name}: {choices:?}");
+            assert!(
+                choices.found().is_some_and(|found| found < 1.0),
+                "{name}: {choices:?}"
+            );
         }
     }
 }

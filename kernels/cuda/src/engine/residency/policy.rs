@@ -253,6 +253,43 @@ mod tests {
         (found, f64::from(moved) / tokens)
     }
 
+    /// The share found if each expert that is missed had a room at once, in the place of the one that is last in `order` of
+    /// those there; `order` is called with a token's place in the text and an expert.
+    fn found_at_once(
+        all: &[Vec<usize>],
+        rooms: usize,
+        order: impl Fn(usize, usize) -> usize,
+    ) -> f64 {
+        let mut inside: Vec<usize> = (0..rooms).collect();
+        let mut found = 0;
+        for (at, chosen) in all.iter().enumerate() {
+            let (here, missed): (Vec<usize>, Vec<usize>) =
+                chosen.iter().partition(|e| inside.contains(e));
+            found += here.len();
+            inside.extend(missed);
+            inside.sort_by_key(|&e| order(at, e));
+            inside.truncate(rooms);
+        }
+        found as f64 / (all.len() * all[0].len()) as f64
+    }
+
+    /// What was chosen longest ago leaves, or what will not be chosen for longest, which no policy exceeds (Belady 1966,
+    /// <https://doi.org/10.1147/sj.52.0078>).
+    fn least_recent_and_best(all: &[Vec<usize>], rooms: usize) -> (f64, f64) {
+        let never = all.len() + 1;
+        let chosen = |at: &usize, expert: usize| all[*at].contains(&expert);
+        let ago = |at: usize, e: usize| {
+            let last = (0..=at).rev().find(|then| chosen(then, e));
+            last.map_or(never, |last| at - last)
+        };
+        let ahead = |at: usize, e: usize| {
+            let next = (at + 1..all.len()).find(|then| chosen(then, e));
+            next.unwrap_or(never)
+        };
+        let recent = found_at_once(all, rooms, ago);
+        (recent, found_at_once(all, rooms, ahead))
+    }
+
     /// From this record `nq fit` computes speeds.
     #[test]
     fn what_a_text_needs_gets_the_rooms() {
@@ -262,12 +299,24 @@ mod tests {
         let rows = record.lines().filter(|line| !line.starts_with('#')).skip(1);
         for row in rows {
             let row: Vec<f64> = row.split(',').map(|cell| cell.parse().unwrap()).collect();
-            let [rooms, _, hits, swaps] = row[..] else {
+            let [rooms, _, hits, swaps, recent, best] = row[..] else {
                 panic!("{row:?}");
             };
-            let found = (1..4).map(|seed| replayed(&text(600, 128, 8, seed), 128, rooms as usize));
-            let (all, moved) = found.fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-            let (found, moved) = (all / 3.0, moved / 3.0);
+            let mut means = [0.0; 4];
+            for text in (1..4).map(|seed| text(600, 128, 8, seed)) {
+                let (found, moved) = replayed(&text, 128, rooms as usize);
+                let others = least_recent_and_best(&text, rooms as usize);
+                let each = [found, moved, others.0, others.1];
+                means
+                    .iter_mut()
+                    .zip(each)
+                    .for_each(|(mean, one)| *mean += one / 3.0);
+            }
+            let [found, moved, at_once, most] = means;
+            assert!(
+                (at_once - recent).abs() < 6e-4 && (most - best).abs() < 6e-4,
+                "{rooms} rooms: {at_once:.3}, at most {most:.3}"
+            );
             assert!(
                 (found - hits).abs() < 6e-4,
                 "{rooms} rooms: {found:.3} found"
