@@ -8,7 +8,6 @@
 mod policy;
 mod rooms;
 
-use super::host_experts::HostExperts;
 use super::layer::HeldLayer;
 use super::model::stack;
 use super::weights::{BankShape, expert_table};
@@ -35,6 +34,15 @@ const MOST_AT_ONCE: usize = 24;
 
 /// Most readings of the counts on their way: more than the steps that are queued ahead.
 const READINGS: usize = 8;
+
+/// Which layers have banks, and with how many rooms.
+#[derive(Clone, Copy)]
+pub(super) struct BankLayers {
+    /// Of each of them.
+    pub(super) rooms: usize,
+    /// The first layers, without banks: all their experts are on the GPU.
+    pub(super) whole: usize,
+}
 
 /// The banks of a model's layers.
 pub(super) struct ModelBank {
@@ -109,29 +117,27 @@ pub(super) struct Coming {
 }
 
 impl ModelBank {
-    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed. So many models do so at
-    /// once, each with about as many layers: those of several GPUs.
+    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed. The computer must have room
+    /// for the banks: the system would end a process that locks more.
     ///
     /// # Errors
-    /// [`Error::Memory`] if the computer has too little; [`nq_kernels::Error::DeviceMemory`], also if the system does not
-    /// lock so much; a weight that no kernel serves.
+    /// [`nq_kernels::Error::DeviceMemory`], also if the system does not lock so much; a weight that no kernel serves.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         kinds: Kinds<'_>,
-        rooms: usize,
+        BankLayers { rooms, whole }: BankLayers,
         stage: StageSizes,
-        at_once: usize,
     ) -> Result<Self> {
         let shapes = (0..c.num_hidden_layers).map(|index| {
+            if index < whole {
+                return Ok(None);
+            }
             let spec = c.layer(index);
             let held = HeldLayer::new(c, spec, false, |kind| kinds(&spec.linear(kind).name(index)));
             BankShape::of(c, kinds, index, &held)
         });
         let shapes = shapes.collect::<Result<Vec<_>>>()?;
-        // The system would end the process that locks more than there is.
-        let bytes: usize = shapes.iter().flatten().map(BankShape::bytes).sum();
-        HostExperts::check_memory(bytes * at_once)?;
         let bus = gpu.copy_bandwidth()?;
         let table = expert_table(gpu, c)?;
         let mut empty = Vec::with_capacity(shapes.len());
@@ -497,6 +503,15 @@ impl ModelBank {
             human_bytes(bytes(&|b| b.rooms()) as u64),
             human_bytes(bytes(&|b| b.experts()) as u64),
         );
+        match self.layers.iter().take_while(|l| l.is_none()).count() {
+            0 => {}
+            whole => {
+                told = format!(
+                    "the computer's memory has no room for the experts of {whole} layers, which are all on the GPU; of the \
+                     other layers {told}"
+                );
+            }
+        }
         let (rate, token) = (self.bus, bytes(&|_| self.per_token) as f64);
         told += &format!(
             " at {:.0} GB/s: at most {:.0} tokens a second where a text finds none of its experts on the GPU, {:.0} where it \
