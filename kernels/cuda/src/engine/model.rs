@@ -342,7 +342,7 @@ impl CudaModel {
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
         if on_host > 0 {
-            let why = match (cpu_experts, stage) {
+            let why = match (cpu_experts, &sizes) {
                 (None, None) => {
                     ": single experts have places only where a file says how each is quantized"
                 }

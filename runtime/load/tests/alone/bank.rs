@@ -30,7 +30,9 @@ impl Progress for Notes {
 /// How many experts of each layer have room on the GPU, as a note says.
 fn rooms(notes: &Notes) -> Option<usize> {
     let notes = notes.0.lock().unwrap();
-    let mut told = notes.iter().filter_map(|n| n.split_once(" experts of each layer ("));
+    let mut told = notes
+        .iter()
+        .filter_map(|n| n.split_once(" experts of each layer ("));
     // "3 of 8" stands in front of it.
     told.next()?.0.rsplit(' ').nth(2)?.parse().ok()
 }
