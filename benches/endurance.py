@@ -7,8 +7,8 @@ Clients of all kinds at once: whole answers, streams, two answers to a prompt, s
 hang up or read slowly, bodies that are wrong or break off, more than the queue holds. Each answer
 must come whole or end with an error. A row a minute says what the process holds; after the last, all
 pages must be there for as many full contexts as are served at once, and threads, descriptors and
-memory must be those of an early minute. With --hybrid the model has recurrences and random weights; --model serves another
-one, with the demo's tokenizer.
+memory must be those of an early minute. With --hybrid the model has recurrences and random weights, with --mixture experts
+of which --gpu-memory may hold a part; --model serves another one, with the demo's tokenizer.
 """
 
 import argparse
@@ -171,6 +171,14 @@ def holds(pid):
     return value("VmRSS") / 1024, value("Threads"), len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def gpu_mib(device):
+    """Memory of the first GPU that is taken, by whomever."""
+    if not device.startswith("cuda"):
+        return ""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+
+
 def fill(address):
     """As many whole contexts at once as are served: all pages are needed."""
     def one(i):
@@ -214,15 +222,55 @@ def hybrid(folder, demo):
                 "conv1d.weight": [2 * keys + values, 1, 4], "A_log": [value_heads], "dt_bias": [value_heads],
                 "norm.weight": [dim], "out_proj.weight": [hidden, values],
             }.items()}
-    rng, header, blocks, at = random.Random(1), {}, [], 0
+    rng = random.Random(1)
+    scale = lambda shape: 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+    values = lambda shape, n: array.array("f", (rng.gauss(0, scale(shape)) for _ in range(n))).tobytes()
+    write(folder, demo, config, shapes, "F32", values)
+
+
+def mixture(folder, demo):
+    """A mixture with experts of about a megabyte in 4 bits, random weights and the demo's tokenizer."""
+    hidden, width, experts, heads, kv_heads, d, vocab, layers = 1024, 768, 24, 8, 2, 128, 4096, 4
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": hidden,
+        "intermediate_size": width, "moe_intermediate_size": width, "num_experts": experts, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": d, "vocab_size": vocab,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "eos_token_id": json.loads((demo / "config.json").read_text())["eos_token_id"], "torch_dtype": "bfloat16",
+    }
+    shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
+    for i in range(layers):
+        each = {
+            "input_layernorm": [hidden], "post_attention_layernorm": [hidden], "self_attn.q_norm": [d], "self_attn.k_norm": [d],
+            "self_attn.q_proj": [heads * d, hidden], "self_attn.k_proj": [kv_heads * d, hidden],
+            "self_attn.v_proj": [kv_heads * d, hidden], "self_attn.o_proj": [hidden, heads * d], "mlp.gate": [experts, hidden],
+        }  # fmt: skip
+        for e in range(experts):
+            each |= {f"mlp.experts.{e}.{name}_proj": [width, hidden] for name in ["gate", "up"]}
+            each[f"mlp.experts.{e}.down_proj"] = [hidden, width]
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in each.items()}
+    # BF16 between 1/128 and 1/32, of both signs: the high byte is 3C or BC.
+    sign = bytes(0x3C | (i & 1) << 7 for i in range(256))
+
+    def values(shape, n):
+        data = bytearray(2 * n)
+        data[0::2], data[1::2] = os.urandom(n), os.urandom(n).translate(sign)
+        return bytes(data)
+
+    write(folder, demo, config, shapes, "BF16", values)
+
+
+def write(folder, demo, config, shapes, dtype, values):
+    """A model of these shapes with the demo's tokenizer; `values` makes the bytes of so many."""
+    header, blocks, at = {}, [], 0
     for name, shape in shapes.items():
         count = 1
         for n in shape:
             count *= n
-        scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
-        blocks.append(array.array("f", (rng.gauss(0, scale) for _ in range(count))).tobytes())
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + 4 * count]}
-        at += 4 * count
+        blocks.append(values(shape, count))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(blocks[-1])]}
+        at += len(blocks[-1])
     head = json.dumps(header).encode()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + b"".join(blocks))
@@ -236,6 +284,8 @@ def main():
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--hybrid", action="store_true", help="a model with recurrences instead of the demo")
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts, in 4 bits, instead of the demo")
+    parser.add_argument("--gpu-memory", help="--gpu-memory of the server: with too little for all experts, they move")
     parser.add_argument("--model", type=pathlib.Path, help="folder of another model instead of the demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft", help="--draft of the server")
@@ -243,17 +293,21 @@ def main():
     demo = pathlib.Path(__file__).parent.parent / "assets/demo"
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         served, other = "demo", demo
-        drafts = ["--draft", options.draft] if options.draft else []
+        flags = ["--draft", options.draft] if options.draft else []
+        flags += ["--bits", "4"] if options.mixture else []
+        flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
         if options.model:
             served = other = pathlib.Path(made) / "demo"
             shutil.copytree(options.model, served)  # the folder gives the name
-        elif options.hybrid:
+        elif options.hybrid or options.mixture:
             served = pathlib.Path(made) / "demo"
             served.mkdir()
-            hybrid(served, demo)
+            (hybrid if options.hybrid else mixture)(served, demo)
+        # A model in two memories takes all that it may of the GPU's.
+        second = [] if options.mixture else ["--model", f"other={other}"]
         server = subprocess.Popen(
-            [options.nq, "serve", str(served), "--model", f"other={other}", "--device", options.device, "--threads", "1",
-             *drafts, "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
+            [options.nq, "serve", str(served), *second, "--device", options.device, "--threads", "1",
+             *flags, "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
              "--timeout", "60", "--cache-dir", cache, "--cache-size", "200MB", "--json"],
             stdout=subprocess.PIPE, text=True,
         )
@@ -274,21 +328,21 @@ def run(options, server):
     threads = [threading.Thread(target=client, args=(address, seed, end)) for seed in range(options.clients)]
     [t.start() for t in threads]
     kinds = ["whole", "ended_with_error", "hung_up", "read_slowly", "broke_off", "status_400", "status_429", "status_503", "status_504", "broken"]
-    print("minute,rss_mib,threads,descriptors,pages_free,kept_tokens,preemptions," + ",".join(kinds), flush=True)
+    print("minute,rss_mib,gpu_mib,threads,descriptors,pages_free,kept_tokens,preemptions," + ",".join(kinds), flush=True)
 
     def row():
         rss, alive, open_files = holds(server.pid)
         seen = metrics(address)
         figures = [seen["kv_pages_free"], seen["prefix_cache_tokens"], seen["num_preemptions_total"]]
-        figures = [f"{(time.time() - begun) / 60:.1f}", f"{rss:.1f}", alive, open_files, *figures, *[counts[k] for k in kinds]]
+        figures = [f"{(time.time() - begun) / 60:.1f}", f"{rss:.1f}", gpu_mib(options.device), alive, open_files, *figures, *[counts[k] for k in kinds]]
         print(",".join(map(str, figures)), flush=True)
         return rss, alive, open_files
 
     early = None
     while time.time() < end:
-        time.sleep(min(60, max(1, end - time.time())))
+        time.sleep(min(60, 12 * options.minutes, max(1, end - time.time())))
         now = row()
-        early = early or (now if time.time() - begun > 300 else None)
+        early = early or (now if time.time() - begun > min(300, 20 * options.minutes) else None)
     [t.join() for t in threads]
     time.sleep(15)
     assert (metrics(address)["num_requests_running"], metrics(address)["num_requests_waiting"]) == (0, 0)

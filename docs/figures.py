@@ -526,6 +526,10 @@ def json_bench():
     return fields("evals/src/report.rs", "BenchRow")
 
 
+def json_experts():
+    return fields("evals/src/report.rs", "ExpertsRow")
+
+
 def json_fit():
     return fields("src/fit.rs", "FileRow")
 

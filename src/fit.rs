@@ -452,7 +452,8 @@ impl FitQuestion<'_> {
                 Err(_) => {} // some experts may go to the CPU
             }
         }
-        let placed = match gpu::place(c, kinds, &spec, &free) {
+        let host = self.machine.host.free_bytes as usize;
+        let placed = match gpu::place(c, kinds, &spec, &free, host) {
             Ok(placed) => placed,
             Err(why) => {
                 row.takes(whole);

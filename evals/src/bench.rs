@@ -7,13 +7,13 @@ pub use image::{ImageSpec, image};
 pub use text::{BenchAnswer, DraftBy, OpenDrafter, TextSpec, text};
 
 use crate::error::{Error, Result};
-use crate::report::{BenchRow, Breakdown, OpRow};
+use crate::report::{BenchRow, Breakdown, ExpertsRow, OpRow};
 use crate::stats;
 use crate::windows::StageGuard;
 use nq_formats::{Progress, Unit, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
-use nq_runtime::interface::ExpertChoices;
+use nq_runtime::interface::{ExpertChoices, LayerChoices};
 use nq_runtime::{
     Batch, Chunk, Continuation, Detokenizer, Engine, Generated, GenerationLimits, KvType,
     LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
@@ -54,6 +54,8 @@ pub struct BenchSpec {
     pub kv: KvType,
     /// Tokens in one forward of a prefill, all sequences together.
     pub prompt_rows: usize,
+    /// True if decoding continues with drawn tokens, not with the likeliest.
+    pub draws: bool,
 }
 
 /// The machine's limits, measured in the same run.
@@ -122,6 +124,18 @@ impl BenchSpec {
             kv: self.kv,
             max_rows: self.prompt_rows.min(self.batch * ctx).max(self.batch),
             ..SessionSpec::default()
+        }
+    }
+
+    /// How decoding continues in this repeat.
+    fn sampling(&self, repeat: usize) -> SamplingParams {
+        match self.draws {
+            true => SamplingParams {
+                temperature: 1.0,
+                seed: repeat as u64,
+                ..SamplingParams::greedy()
+            },
+            false => SamplingParams::greedy(),
         }
     }
 
@@ -285,8 +299,7 @@ impl Sample {
             repeats: spec.repeats,
             machine_gb_s,
             bytes_per_token: bytes,
-            experts_found: (self.choices.zip(engine.expert_choices()))
-                .and_then(|(before, after)| after.found_since(before)),
+            experts: None,
             streaming_overhead: None,
             bare_tok_s: None,
             note: None,
@@ -295,12 +308,45 @@ impl Sample {
             image: None,
             breakdown: None,
         };
+        let chosen = self.choices.zip(engine.expert_choices());
+        row.experts = chosen.and_then(|(before, now)| {
+            let tokens = self.tokens * self.seconds.len();
+            experts_row(&now.since(&before), tokens, &row)
+        });
         machine.judge(&mut row);
         if let Some(wide) = row.tok_s_std.and_then(|std| spread_note(row.tok_s, std)) {
             row.note = Some(row.note.map_or(wide.clone(), |n| format!("{wide}; {n}")));
         }
         row
     }
+}
+
+/// What `chosen` says of a test of so many tokens, all repeats together; `None` if nothing was chosen.
+fn experts_row(chosen: &ExpertChoices, tokens: usize, row: &BenchRow) -> Option<ExpertsRow> {
+    let found = chosen.found()?;
+    let bytes = |count: fn(&LayerChoices) -> u64| {
+        let of_layers = chosen.layers.iter();
+        let all: f64 = of_layers
+            .map(|l| count(l) as f64 * l.expert_bytes as f64)
+            .sum();
+        all / tokens as f64
+    };
+    let (all, missed) = (bytes(|l| l.all), bytes(|l| l.all - l.in_room));
+    let (memory, bus) = (1e9 * row.machine_gb_s, chosen.bus);
+    let dense = (row.bytes_per_token as f64 - all).max(0.0);
+    let seconds = dense / memory + ((all - missed) / memory).max(missed / bus);
+    let one = row.batch == 1 && row.test.starts_with("tg");
+    let moved: u64 = chosen.layers.iter().map(|l| l.moved).sum();
+    Some(ExpertsRow {
+        found,
+        found_by_layer: (chosen.layers.iter())
+            .map(|l| l.in_room as f64 / l.all.max(1) as f64)
+            .collect(),
+        moved: moved as f64 / tokens as f64,
+        bus_gb_s: bus / 1e9,
+        bus_bytes_per_token: missed,
+        limit_tok_s: one.then(|| 1.0 / seconds),
+    })
 }
 
 /// `pp`: feeds `prompt_tokens` random tokens per sequence after the depth.
@@ -349,7 +395,7 @@ pub fn prefill(
 }
 
 /// `tg`: `gen_tokens` steps of one token per sequence after the depth, with the sequences' own
-/// greedy continuations.
+/// continuations.
 pub fn decode(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -366,7 +412,7 @@ pub fn decode(
     let mut choices = None;
     for repeat in 0..=spec.repeats {
         let first: Vec<u32> = (0..spec.batch).map(|_| random.next()).collect();
-        let steps = decode_greedily(session.session.as_mut(), &first, n)?;
+        let steps = decode_on(session.session.as_mut(), &first, n, spec.sampling(repeat))?;
         if repeat > 0 {
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
@@ -389,15 +435,20 @@ pub fn decode(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// Continues sequences greedily by `n` tokens each, as in chat; returns the milliseconds of each step.
-fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result<Vec<f64>> {
+/// Continues sequences by `n` tokens each, as in chat; returns the milliseconds of each step.
+fn decode_on(
+    session: &mut dyn Session,
+    first: &[u32],
+    n: usize,
+    sampling: SamplingParams,
+) -> Result<Vec<f64>> {
     let mut pieces = Vec::with_capacity(first.len());
     for (slot, token) in first.iter().enumerate() {
         pieces.push(Piece {
             slot,
             tokens: std::slice::from_ref(token),
             then: Some(Continuation {
-                sampler: Sampler::new(SamplingParams::greedy(), 0)?,
+                sampler: Sampler::new(sampling, slot as u64)?,
                 tokens: n,
             }),
         });
@@ -473,7 +524,8 @@ pub fn streaming(
             out,
         )?;
         rewind(session.as_mut(), 0, &prompt)?;
-        let steps = decode_greedily(session.as_mut(), &answer.tokens[..1], n - 1)?;
+        let greedy = SamplingParams::greedy();
+        let steps = decode_on(session.as_mut(), &answer.tokens[..1], n - 1, greedy)?;
         rewind(session.as_mut(), 0, &prompt)?;
         if repeat > 0 {
             seconds.push(answer.stats.decode.as_secs_f64());
@@ -567,7 +619,7 @@ pub fn breakdown(
         let start = Instant::now();
         if decoding {
             let first: Vec<u32> = sequences.iter().map(|s| s[0]).collect();
-            decode_greedily(at.session.as_mut(), &first, n)?;
+            decode_on(at.session.as_mut(), &first, n, spec.sampling(0))?;
         } else {
             feed(at.session.as_mut(), &sequences)?;
         }

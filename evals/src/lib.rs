@@ -52,7 +52,8 @@ pub use images::{SeeingModel, SeenEvaluation, evaluate_seen};
 pub use record::{RECORD_FORM, Record, RecordMachine, RecordModel};
 pub use reference::{Precision, ReferenceLogits, self_noise};
 pub use report::{
-    BenchRow, Breakdown, Comparison, DraftRow, EvalReport, ImageTimes, KldStats, OpRow, Protocol,
+    BenchRow, Breakdown, Comparison, DraftRow, EvalReport, ExpertsRow, ImageTimes, KldStats, OpRow,
+    Protocol,
 };
 pub use rows::kld_rows;
 pub use spread::{Over, QuantileErrors, StandardErrors};

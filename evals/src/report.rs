@@ -139,10 +139,9 @@ pub struct BenchRow {
     /// Bytes of weights read per decoded token.
     #[serde(default)]
     pub bytes_per_token: usize,
-    /// Of a mixture whose experts do not all have room on the device: the share of the measured repeats' choices of experts
-    /// that found them there.
+    /// Of a mixture whose experts do not all have room on the device: where the measured repeats found them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub experts_found: Option<f64>,
+    pub experts: Option<ExpertsRow>,
     /// In chat rows: the time that sampling, detokenizing and writing add to the bare decode loop, as a
     /// share of a token's time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -165,6 +164,25 @@ pub struct BenchRow {
     /// Time by operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breakdown: Option<Breakdown>,
+}
+
+/// Where a test found the experts that it chose, of a mixture whose experts do not all have room on the device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertsRow {
+    /// The share of the choices that found the expert in the device's memory.
+    pub found: f64,
+    /// The same of each layer.
+    pub found_by_layer: Vec<f64>,
+    /// Experts of all layers that moved to the device's memory, per token.
+    pub moved: f64,
+    /// The rate at which the others come to the device, measured at load, in 10^9 bytes per second.
+    pub bus_gb_s: f64,
+    /// Bytes that the choices of a token without room bring over the bus, if each brings its own.
+    pub bus_bytes_per_token: f64,
+    /// Of decoding one sequence, the tokens per second were only memory and bus waited for, which are read at the same time:
+    /// weights that every token reads, then the chosen experts, from where they were found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_tok_s: Option<f64>,
 }
 
 /// Medians over the repeats of the parts of the time until the first token of a prompt with an image, in milliseconds.

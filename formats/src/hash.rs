@@ -77,7 +77,9 @@ fn hashed(
     if let Files::Virtual(_) = files {
         // The other files are made from the weight files, which are not among them.
         let entries = checkpoint.store().entries().into_iter();
-        let names: BTreeSet<String> = entries.map(|e| e.file).collect();
+        let mut names: BTreeSet<String> = entries.map(|e| e.file).collect();
+        // Random weights are in no file.
+        names.remove("");
         for name in names {
             let path = files.root().with_file_name(&name);
             let bytes = map_file(&path).map_err(|e| Error::io(&path, "read", e))?;

@@ -1,32 +1,35 @@
 //! Random models with the published shapes: folders for tests at full scale, and
 //! weights in memory for measuring speed before a download.
 
+mod quantized;
+
+pub use quantized::{random_quantized, random_trellis};
+
 use crate::checkpoint::Checkpoint;
 use crate::config::GenerationDefaults;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
-use crate::pack;
 use crate::progress::Progress;
 use crate::published::{Form, Published};
-use crate::scheme::{AffineScheme, Levels, Scales, Scheme, Zeros};
+use crate::scheme::Scheme;
 use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use crate::tensor::Tensor;
-use crate::trellis::{STRIP, TrellisScheme, TrellisWeight};
-use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
+use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
-use half::{bf16, f16};
+use half::bf16;
 use nq_model::names::{
-    Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
+    Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, split_layer, stack,
+    tensor_name,
 };
 use nq_model::{Architecture, DType, Dims, ModelConfig, VectorKind};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// Standard deviation of weights, as in the initialization of the published models.
 const WEIGHT_STD: f64 = 0.02;
@@ -130,7 +133,7 @@ pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkp
 /// Like [`checkpoint`], but matrices with a scheme by `scheme_of` are drawn as quantized
 /// weights: for measuring speed where rounding a model first would take longer than the
 /// measurement. Codes are uniform; scales and zero-points vary around values that give the
-/// standard deviation of unquantized weights.
+/// standard deviation of unquantized weights. Large stacks of experts are the same in all layers.
 ///
 /// # Errors
 /// Errors of [`write()`] for the tokenizer.
@@ -170,6 +173,7 @@ fn checkpoint_of(
             .collect(),
         seed,
         scheme_of,
+        stacks: Mutex::default(),
     };
     let store = Published::over(Box::new(store), config, Form::HuggingFace, label.into());
     Ok(Checkpoint::new(
@@ -208,9 +212,43 @@ struct RandomStore {
     parameters: BTreeMap<String, Shape>,
     seed: u64,
     scheme_of: SchemeOf,
+    /// Large stacks of experts, by their name within a layer.
+    stacks: Mutex<Vec<(String, QuantizedWeight)>>,
 }
 
+/// Stacks of so many weights are drawn once for all layers: drawing them takes longer than packing them.
+const LARGE_STACK: usize = 1 << 26;
+
 impl RandomStore {
+    /// The random weight `name` of this scheme.
+    fn quantized(&self, name: &str, dims: Dims, scheme: Scheme) -> Result<Weight> {
+        let drawn = |name: &str| match scheme {
+            Scheme::Affine(scheme) => {
+                random_quantized(self.seed, name, dims, scheme).map(QuantizedWeight::Affine)
+            }
+            Scheme::Trellis(scheme) => {
+                random_trellis(self.seed, name, dims, scheme).map(QuantizedWeight::Trellis)
+            }
+            Scheme::Exl3(_) => unreachable!("no recipe has EXL3"),
+        };
+        let large = stack(name).is_some() && dims.rows * dims.cols >= LARGE_STACK;
+        let Some((_, suffix)) = split_layer(name).filter(|_| large) else {
+            return drawn(name).map(Weight::Quantized);
+        };
+        let mut stacks = self.stacks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut same = stacks.iter();
+        let found = same.find(|(name, weight)| name == suffix && weight.scheme() == scheme);
+        let weight = match found {
+            Some((_, weight)) => weight.clone(),
+            None => {
+                let weight = drawn(suffix)?;
+                stacks.push((suffix.into(), weight.clone()));
+                weight
+            }
+        };
+        Ok(Weight::Quantized(weight))
+    }
+
     /// The parameter `name` in files of the model.
     fn drawn(&self, name: &str, shape: Vec<usize>) -> Tensor {
         random_tensor(self.config.architecture, self.seed, name, shape)
@@ -231,121 +269,6 @@ impl RandomStore {
         }
         Ok(())
     }
-}
-
-/// Random bytes that follow from the seed and a name.
-fn random_bytes(seed: u64, name: &str, n: usize) -> Vec<u8> {
-    let key = key(seed, name);
-    let mut out = vec![0u8; n];
-    const CHUNK: usize = 1 << 18;
-    let chunks = out.par_chunks_mut(CHUNK).enumerate();
-    chunks.for_each(|(i, chunk)| {
-        for (counter, eight) in ((i * CHUNK / 8) as u64..).zip(chunk.chunks_mut(8)) {
-            let random = mix(key.wrapping_add(counter.wrapping_mul(GOLDEN)));
-            eight.copy_from_slice(&random.to_le_bytes()[..eight.len()]);
-        }
-    });
-    out
-}
-
-/// A random trellis weight of the parameter `name`, drawn with a seed: any words are a path, whose values are close to
-/// Gaussian.
-///
-/// # Errors
-/// [`crate::Error::Weight`] for dimensions that the code cannot hold.
-pub fn random_trellis(
-    seed: u64,
-    name: &str,
-    Dims { rows, cols }: Dims,
-    scheme: TrellisScheme,
-) -> Result<TrellisWeight> {
-    scheme.check(Dims::new(rows, cols))?;
-    let bytes = |what: &str, n: usize| random_bytes(seed, &format!("{name} {what}"), n);
-    // The deviation of a sum of four uniform bytes, of a pair's first too: 1 + 1/2 + 1/2 of a byte's variance.
-    let bytes_of_value = if scheme.code().width() == 1 { 4.0 } else { 2.0 };
-    let deviation = f64::sqrt(bytes_of_value * (256.0 * 256.0 - 1.0) / 12.0) / 128.0;
-    let near = |byte: u8| {
-        let scale = WEIGHT_STD / deviation * (0.75 + f64::from(byte) / 512.0);
-        f16::from_f64(scale)
-    };
-    let sign = |byte: u8| f16::from_f32(if byte & 1 == 0 { 1.0 } else { -1.0 });
-    let words = rows.div_ceil(STRIP) * scheme.strip_bytes(cols);
-    TrellisWeight::new(
-        scheme,
-        Dims::new(rows, cols),
-        bytes("codes", words).into(),
-        bytes("scales", rows).into_iter().map(near).collect(),
-        // Weights of the same inputs share their signs, as those that nq makes.
-        random_bytes(seed, "input scales", cols)
-            .into_iter()
-            .map(sign)
-            .collect(),
-    )
-}
-
-/// The random parameter `name` `[rows, cols]` of a model drawn with `seed`, quantized.
-///
-/// # Errors
-/// [`Error::Scheme`] for empty groups.
-pub fn random_quantized(
-    seed: u64,
-    name: &str,
-    Dims { rows, cols }: Dims,
-    scheme: AffineScheme,
-) -> Result<AffineWeight> {
-    scheme.check()?;
-    let groups = scheme.group.count(cols);
-    let bytes = |what: &str, n: usize| random_bytes(seed, &format!("{name} {what}"), n);
-    // The deviation of uniform codes; the scale turns it into that of weights.
-    let values = scheme.value_bits();
-    let codes = 1u32 << values.width();
-    let scale = WEIGHT_STD / ((f64::from(codes) * f64::from(codes) - 1.0) / 12.0).sqrt();
-    let mid = values.midpoint();
-    let (scales, of_offset) = match scheme.scales {
-        Scales::Half => {
-            let near = |byte: u8| f16::from_f64(scale * (0.75 + f64::from(byte) / 512.0));
-            let scales: Arc<[f16]> = (bytes("scales", rows * groups).into_iter())
-                .map(near)
-                .collect();
-            let offset = |s: &f16| f16::from_f32(-s.to_f32() * f32::from(mid));
-            let offsets = scales.iter().map(offset).collect();
-            (GroupValues::Half(scales), GroupValues::Half(offsets))
-        }
-        Scales::TwoLevel(two) => {
-            // Integers in the upper quarter of their range, for scales of either kind.
-            let (bits, least) = (two.bits, two.bits.max_code() - two.bits.max_code() / 4);
-            let mut small = bytes("scales", rows * groups);
-            let spread = bits.max_code() - least + 1;
-            small.iter_mut().for_each(|b| *b = least + *b % spread);
-            let small = Bytes::from(pack::pack_rows(bits, &small, groups));
-            let signed = scheme.zeros == Zeros::None;
-            let middle = if signed { bits.midpoint() } else { 0 };
-            let of_span = scale / f64::from(least + spread / 2 - middle);
-            let spans = rows * two.span.count(cols);
-            let kept = |of_span: f64| GroupValues::TwoLevel {
-                small: small.clone(),
-                of_spans: vec![f16::from_f64(of_span); spans].into(),
-            };
-            (kept(of_span), kept(-of_span * f64::from(mid)))
-        }
-    };
-    let zeros = (scheme.zeros == Zeros::Integer).then(|| {
-        let mut z = bytes("zeros", rows * groups);
-        z.iter_mut().for_each(|b| *b = mid - 2 + *b % 4);
-        pack::pack_rows(values, &z, groups).into()
-    });
-    // Levels across the whole range.
-    let most = u32::from(scheme.bits.max_code());
-    let level = |i: u32| (i * u32::from(values.max_code()) / most) as u8;
-    let parts = Parts {
-        codes: bytes("codes", rows * scheme.bits.bytes(cols)).into(),
-        scales,
-        zeros,
-        offsets: (scheme.zeros == Zeros::Offset).then_some(of_offset),
-        levels: (scheme.levels == Levels::Table).then(|| (0..=most).map(level).collect()),
-        g_idx: None,
-    };
-    AffineWeight::assemble(scheme, Dims::new(rows, cols), parts)
 }
 
 /// How the values of a parameter are spread.
@@ -419,15 +342,7 @@ impl WeightStore for RandomStore {
                     experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>())?,
                 }
             }
-            Some(Scheme::Affine(scheme)) => {
-                let weight = random_quantized(self.seed, name, Dims::new(rows, cols), scheme)?;
-                Weight::Quantized(QuantizedWeight::Affine(weight))
-            }
-            Some(Scheme::Trellis(scheme)) => {
-                let weight = random_trellis(self.seed, name, Dims::new(rows, cols), scheme)?;
-                Weight::Quantized(QuantizedWeight::Trellis(weight))
-            }
-            Some(Scheme::Exl3(_)) => unreachable!("no recipe has EXL3"),
+            Some(scheme) => self.quantized(name, Dims::new(rows, cols), scheme)?,
         })
     }
 
@@ -639,7 +554,7 @@ fn byte_symbol(byte: u8) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scheme::{Bits, Group};
+    use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 
     #[test]
     fn quantiles_are_normal() {

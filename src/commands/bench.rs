@@ -19,7 +19,7 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_cpu::{BandwidthBuffer, Cpu};
 use nq_evals::bench::{self, BenchSpec, Machine};
-use nq_evals::{BenchRow, Record};
+use nq_evals::{BenchRow, ExpertsRow, Record};
 use nq_formats::adapter::Lora;
 use nq_formats::synth;
 use nq_formats::trellis::Code;
@@ -60,9 +60,12 @@ pub(crate) struct BenchArgs {
     pub mixed: bool,
     /// With --preset: the share that the embeddings of all tokens have in common (0 to 1). Routers of a mixture with
     /// random weights choose among all experts anew for each token; the larger the share, the more they choose the
-    /// same again [default: 0]
+    /// same again. Decoding then draws tokens, as with --draw [default: 0]
     #[arg(long, value_name = "SHARE", requires = "preset", value_parser = parse_share)]
     pub alike: Option<f64>,
+    /// With --preset: the first so many layers of it alone, where all need more memory than there is
+    #[arg(long, value_name = "N", requires = "preset", value_parser = parse_count)]
+    pub layers: Option<usize>,
     /// Prompt tokens of the prefill test; 0 skips it
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
@@ -81,6 +84,9 @@ pub(crate) struct BenchArgs {
     /// The engine that runs the model
     #[arg(long, value_enum, default_value_t = EngineArg::Nq)]
     pub engine: EngineArg,
+    /// Decode with tokens drawn at temperature 1 instead of the likeliest, which random weights soon repeat
+    #[arg(long, conflicts_with = "text")]
+    pub draw: bool,
     /// Show time, bandwidth and calls per operation
     #[arg(long)]
     pub breakdown: bool,
@@ -130,6 +136,7 @@ impl BenchArgs {
             repeats: self.repeats,
             kv: self.kv(),
             prompt_rows: device.prompt_rows(),
+            draws: self.draw || self.alike.is_some(),
         }
     }
 
@@ -326,12 +333,8 @@ fn bare(
         rows.push(bench::decode(engine, spec, machine, terminal)?);
     }
     for row in &rows {
-        if let Some(found) = row.experts_found {
-            terminal.note(&format!(
-                "{}: {:.1} % of the choices of experts found them on the GPU",
-                row.test,
-                100.0 * found
-            ));
+        if let Some(experts) = &row.experts {
+            terminal.note(&experts_line(row, experts));
         }
     }
     for row in rows.iter_mut().filter(|_| args.breakdown) {
@@ -345,6 +348,30 @@ fn bare(
         }
     }
     Ok(rows)
+}
+
+/// Where a test found experts, and what that allows.
+fn experts_line(row: &BenchRow, experts: &ExpertsRow) -> String {
+    let of_layers = || experts.found_by_layer.iter().copied();
+    let mut line = format!(
+        "{}: {:.1} % of the choices of experts found them on the GPU ({:.1} to {:.1} % of a layer's)",
+        row.test,
+        100.0 * experts.found,
+        100.0 * of_layers().fold(1.0, f64::min),
+        100.0 * of_layers().fold(0.0, f64::max),
+    );
+    if let Some(limit) = experts.limit_tok_s {
+        line += &format!(
+            "; a token brings {} over the bus of {:.0} GB/s, and {:.1} experts move. Memory and bus alone allow {:.0} tok/s: \
+             {:.0} % of that were reached",
+            human_bytes(experts.bus_bytes_per_token as u64),
+            experts.bus_gb_s,
+            experts.moved,
+            limit,
+            100.0 * row.tok_s / limit
+        );
+    }
+    line
 }
 
 /// A model to measure.
@@ -375,7 +402,12 @@ fn open(args: &BenchArgs, global: &Global, terminal: &Terminal) -> anyhow::Resul
             loras: beside,
         });
     };
-    let layers = preset.config().num_hidden_layers;
+    let all = preset.config().num_hidden_layers;
+    let layers = args.layers.unwrap_or(all);
+    if layers > all {
+        let name = preset.name;
+        bail!("--layers: expected at most the {all} of {name}, found {layers}");
+    }
     let mut model = random(preset, layers, codes(args)?, args.simple, 0)?;
     if let Some(vision) = preset.vision().filter(|_| args.image.is_some()) {
         model.checkpoint = model.checkpoint.with_random_tower(vision, 0);

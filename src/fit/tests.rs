@@ -186,7 +186,8 @@ fn bytes_of_the_table_of_speeds_are_what_plans_say() {
             };
             let spec = asked.session(KvType::F16);
             let all = usize::MAX / 2;
-            let placed = gpu::place(&c, &*file.expect("codes").kinds, &spec, &[all]).unwrap();
+            let kinds = &*file.expect("codes").kinds;
+            let placed = gpu::place(&c, kinds, &spec, &[all], all).unwrap();
             row[5] = placed.read.to_string();
         }
         row.join(",") + "\n"

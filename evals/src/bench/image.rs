@@ -1,6 +1,6 @@
 //! An image before an answer: its pixels, its encoding, the rest of the prompt, and decoding behind it.
 
-use super::{BenchSpec, Machine, RandomTokens, Sample, decode_greedily, feed};
+use super::{BenchSpec, Machine, RandomTokens, Sample, decode_on, feed};
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, ImageTimes};
 use crate::stats;
@@ -72,7 +72,12 @@ pub fn image(
         session.session.show(0, &placed)?;
         feed(session.session.as_mut(), std::slice::from_ref(&ids))?;
         let prompt = lap();
-        let steps = decode_greedily(session.session.as_mut(), &[random.next()], n)?;
+        let steps = decode_on(
+            session.session.as_mut(),
+            &[random.next()],
+            n,
+            spec.sampling(repeat),
+        )?;
         if repeat > 0 {
             (laps.iter_mut().zip([pixels, encoding, prompt])).for_each(|(all, ms)| all.push(ms));
             seconds.push(steps.iter().sum::<f64>() / 1e3);

@@ -241,6 +241,7 @@ pub fn text(
             repeats: spec.repeats,
             kv: spec.kv,
             prompt_rows: engine.description().prompt_rows(),
+            draws: false,
         };
         sample.row(engine, &bench, machine)
     });

@@ -464,11 +464,6 @@ impl CountsRead {
         })
     }
 
-    /// True while a copy has not been taken.
-    pub(crate) fn is_queued(&self) -> bool {
-        self.end.is_some()
-    }
-
     /// Queues a copy behind the stream's work.
     ///
     /// # Errors

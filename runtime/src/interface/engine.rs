@@ -152,20 +152,50 @@ pub struct DeviceMemory {
 /// Weights that no kernel serves; a type of keys and values that the device does not support.
 pub type Planner = fn(&ModelConfig, Kinds<'_>, &SessionSpec) -> Result<DeviceMemory>;
 
-/// Choices of experts by the rows of all sessions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Choices of experts by the rows of all sessions, of a mixture whose experts do not all have room on the device.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExpertChoices {
-    /// Those that found the expert in the device's memory, as far as is known between steps.
+    /// Of each layer with such experts, the first layer first.
+    pub layers: Vec<LayerChoices>,
+    /// The rate at which experts without room come to the device, in bytes per second.
+    pub bus: f64,
+}
+
+/// Choices of a layer's experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayerChoices {
+    /// Those that found the expert in the device's memory.
     pub in_room: u64,
     /// All.
     pub all: u64,
+    /// How many experts came to rooms of others.
+    pub moved: u64,
+    /// Bytes of an expert.
+    pub expert_bytes: usize,
 }
 
 impl ExpertChoices {
-    /// The share of the choices since `before` that found their expert; `None` without any.
-    pub fn found_since(self, before: Self) -> Option<f64> {
-        let all = self.all - before.all;
-        (all > 0).then(|| (self.in_room - before.in_room) as f64 / all as f64)
+    /// What was chosen since `before`.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        let layers = self.layers.iter().zip(&before.layers);
+        let layers = layers.map(|(now, before)| LayerChoices {
+            in_room: now.in_room - before.in_room,
+            all: now.all - before.all,
+            moved: now.moved - before.moved,
+            ..*now
+        });
+        ExpertChoices {
+            layers: layers.collect(),
+            bus: self.bus,
+        }
+    }
+
+    /// The share of the choices that found their expert; `None` without any.
+    pub fn found(&self) -> Option<f64> {
+        let sum = |part: fn(&LayerChoices) -> u64| self.layers.iter().map(part).sum::<u64>();
+        let all = sum(|l| l.all);
+        (all > 0).then(|| sum(|l| l.in_room) as f64 / all as f64)
     }
 }
 

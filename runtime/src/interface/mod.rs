@@ -24,7 +24,8 @@ pub use ahead::{Drawn, Run, StepsAhead};
 pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, DraftLayer, DraftedBy, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{
-    DeviceMemory, Engine, EngineDescription, ExpertChoices, HeatKeeper, Placed, Planner,
+    DeviceMemory, Engine, EngineDescription, ExpertChoices, HeatKeeper, LayerChoices, Placed,
+    Planner,
 };
 pub use observer::Observer;
 pub use options::too_many;

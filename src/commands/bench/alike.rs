@@ -1,9 +1,10 @@
 //! Random weights whose tokens are alike, so that routers of a mixture choose the same experts again and again, as
 //! those of trained models do for a text. Of independent embeddings, every token is routed anew.
 
-use nq_formats::{Overlay, Result, Scheme, Tensor, Weight, WeightStore};
+use nq_formats::{Error, Overlay, Result, Scheme, Tensor, Weight, WeightStore};
 use nq_model::Dims;
 use nq_model::names::EMBEDDING;
+use rayon::prelude::*;
 
 /// A store whose embeddings have a share in common: `sqrt(1 - share) e + sqrt(share) c` in the place of `e`, with
 /// the first token's for `c`, so that lengths stay as they are.
@@ -26,13 +27,14 @@ impl Overlay for AlikeTokens {
         let (kept, common) = ((1.0 - self.share).sqrt() as f32, self.share.sqrt() as f32);
         let mut first = vec![0.0; dims.cols];
         own.dequantize_row(0, &mut first)?;
-        let mut row = vec![0.0; dims.cols];
-        let mut values = Vec::with_capacity(dims.rows * dims.cols);
-        for index in 0..dims.rows {
-            own.dequantize_row(index, &mut row)?;
-            let mixed = row.iter().zip(&first).map(|(e, c)| kept * e + common * c);
-            values.extend(mixed);
-        }
+        let mut values = vec![0.0; dims.rows * dims.cols];
+        let rows = values.par_chunks_mut(dims.cols.max(1)).enumerate();
+        rows.try_for_each(|(index, row)| {
+            own.dequantize_row(index, row)?;
+            let both = row.iter_mut().zip(&first);
+            both.for_each(|(e, c)| *e = kept * *e + common * c);
+            Ok::<_, Error>(())
+        })?;
         let shape = vec![dims.rows, dims.cols];
         Ok(Weight::Dense(Tensor::from_f32(shape, values)?))
     }

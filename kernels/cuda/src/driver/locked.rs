@@ -2,7 +2,7 @@
 
 use super::errors::check;
 use super::gpu::Gpu;
-use super::memory::{Allocation, Buffer, MemoryKind, Region, allocated};
+use super::memory::{Allocation, Buffer, Region, allocated};
 use super::stream::Stream;
 use cudarc::driver::sys;
 use nq_kernels::{Error, Result};
@@ -24,8 +24,7 @@ impl Gpu {
             (0, Allocation::device(self, what, 0)?)
         } else {
             let bytes = allocated::<u8>(what, len)?;
-            let memory = Allocation::host(self, what, bytes, MemoryKind::Mapped)?;
-            (len, memory)
+            (len, Allocation::large_host(self, what, bytes)?)
         };
         Ok(Locked {
             memory: Arc::new(memory),

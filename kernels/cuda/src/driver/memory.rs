@@ -6,7 +6,10 @@ use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
 use nq_kernels::account::Held;
 use nq_kernels::{Error, Result};
+use rayon::prelude::*;
+use std::alloc::Layout;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -30,7 +33,12 @@ pub(super) enum MemoryKind {
     Copied,
     /// Host memory that kernels write to.
     Mapped,
+    /// Large host memory that kernels read: memory of the program, which the driver has locked.
+    Registered(Layout),
 }
+
+/// Large host memory begins at and has multiples of this, a page of the larger kind, in bytes.
+const LARGE_PAGE: usize = 2 << 20;
 
 impl Allocation {
     /// Zeroed device memory.
@@ -81,6 +89,53 @@ impl Allocation {
         })
     }
 
+    /// Like [`Allocation::host`] for memory of many pages, which all cores zero at the same time: the driver, which would
+    /// have one core do so, takes half a second for a gigabyte.
+    pub(super) fn large_host(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
+        gpu.0.bind()?;
+        let refused = |_| Error::DeviceMemory { what };
+        let layout = Layout::from_size_align(bytes.max(1), LARGE_PAGE).map_err(refused)?;
+        let layout = layout.pad_to_align();
+        // SAFETY: the layout is not of size 0.
+        let memory = unsafe { std::alloc::alloc(layout) };
+        if memory.is_null() {
+            return Err(Error::DeviceMemory { what });
+        }
+        // SAFETY: nobody else has these bytes, which need no value yet.
+        let all = unsafe {
+            std::slice::from_raw_parts_mut(memory.cast::<MaybeUninit<u8>>(), layout.size())
+        };
+        let pages = all.par_chunks_mut(LARGE_PAGE);
+        pages.for_each(|page| page.fill(MaybeUninit::new(0)));
+        // SAFETY: memory of this size, which stays until it is given back.
+        let locked = unsafe {
+            let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+            sys::cuMemHostRegister_v2(memory.cast(), layout.size(), flags).result()
+        };
+        let mut seen = 0;
+        // SAFETY: the driver writes an address; the memory is locked.
+        let address = locked.and_then(|()| unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut seen, memory.cast(), 0).result()
+        });
+        if locked.is_ok() && address.is_ok() && seen == memory as u64 {
+            return Ok(Allocation {
+                gpu: gpu.clone(),
+                address: seen,
+                kind: MemoryKind::Registered(layout),
+                _held: None,
+            });
+        }
+        // SAFETY: allocated above with this layout, and no device uses it.
+        unsafe {
+            if locked.is_ok() {
+                let _ = sys::cuMemHostUnregister(memory.cast());
+            }
+            std::alloc::dealloc(memory, layout);
+        }
+        // Where the device has other addresses for it than the host, or refuses, the driver's own memory may do.
+        Self::host(gpu, what, bytes, MemoryKind::Mapped)
+    }
+
     pub(super) fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -104,8 +159,19 @@ impl Drop for Allocation {
         if self.kind != MemoryKind::Device {
             // If kernels may still write to it and cannot be waited for, it is never freed.
             if self.kind == MemoryKind::Copied || self.gpu.settle().is_ok() {
-                // SAFETY: allocated by `Allocation::host`; the device no longer uses it.
-                let _ = unsafe { result::free_host(self.address as *mut _) };
+                let address = self.address as *mut u8;
+                // SAFETY: allocated by `Allocation::host`, or by `Allocation::large_host` with this layout; the device no
+                // longer uses it.
+                unsafe {
+                    if let MemoryKind::Registered(layout) = self.kind {
+                        // Memory that the driver still has locked must stay.
+                        if sys::cuMemHostUnregister(address.cast()).result().is_ok() {
+                            std::alloc::dealloc(address, layout);
+                        }
+                    } else {
+                        let _ = result::free_host(address.cast());
+                    }
+                }
             }
             return;
         }

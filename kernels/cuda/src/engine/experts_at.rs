@@ -7,10 +7,13 @@ pub(super) enum ExpertsAt {
     Gpu,
     /// Those of so many layers, from the first on, are in the computer's memory and run on the CPU.
     Cpu(usize),
-    /// Those of all layers are in banks (`crate::bank`), and so many of each also have a room on the GPU.
+    /// In banks (`crate::bank`), and some of each layer also have a room on the GPU.
     Bank {
         /// At least one.
         rooms: usize,
+        /// So many layers, from the first on, have no bank but all their experts on the GPU: the computer's memory has no
+        /// room for these.
+        whole: usize,
     },
 }
 
@@ -18,6 +21,14 @@ impl ExpertsAt {
     /// True if those of layer `index` run on the CPU.
     pub(super) fn on_cpu(self, index: usize) -> bool {
         matches!(self, ExpertsAt::Cpu(layers) if index < layers)
+    }
+
+    /// How many experts of a layer in a bank have rooms.
+    pub(super) fn rooms(self) -> Option<usize> {
+        match self {
+            ExpertsAt::Bank { rooms, .. } => Some(rooms),
+            ExpertsAt::Gpu | ExpertsAt::Cpu(_) => None,
+        }
     }
 
     /// Layers whose experts run on the CPU.

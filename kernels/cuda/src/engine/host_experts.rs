@@ -74,6 +74,13 @@ impl HostExperts {
         }
     }
 
+    /// Bytes that may be page-locked for experts: `most`, or what the computer has free but for a sixteenth, as locked memory
+    /// cannot be taken back from it.
+    pub(super) fn memory_for_banks(most: Option<usize>) -> usize {
+        let free = available_memory().map_or(usize::MAX, |bytes| (bytes - bytes / 16) as usize);
+        most.map_or(free, |most| most.min(free))
+    }
+
     /// Repacks the experts of the next layer for the CPU.
     pub(super) fn add(
         &mut self,

@@ -184,9 +184,7 @@ impl Engine for CudaEngine {
     }
 
     fn expert_choices(&self) -> Option<ExpertChoices> {
-        let bank = self.model.layers.bank.as_ref()?;
-        let (in_room, all) = bank.hits();
-        Some(ExpertChoices { in_room, all })
+        Some(self.model.layers.bank.as_ref()?.choices())
     }
 
     fn keep_heat(&self, keeper: Box<dyn HeatKeeper>) -> Result<()> {

@@ -8,12 +8,13 @@ use super::part::GpuPart;
 use super::pass::{Context, few_rows};
 use super::plan::{PlacedExperts, wide};
 use super::request::MemoryRequest;
-use super::residency::ModelBank;
+use super::residency::{BankLayers, ModelBank};
 use super::session::step_rows::most_together;
 use super::weights::{
-    self, TrellisCodes, half_of_experts, has_sorted_inputs, no_weight, stage_sizes,
+    self, TrellisCodes, bank_sizes, half_of_experts, has_sorted_inputs, no_weight,
     stored_by_layer, told_kinds, weight_bytes,
 };
+use crate::bank::StageSizes;
 use crate::pack::{SPAN, TILE};
 use crate::{
     Buffer, CONV, DELTA_DIM, DeviceLinear, DevicePages, DeviceStates, Gpu, HEAD_DIM, HalfRows,
@@ -247,28 +248,23 @@ impl CudaModel {
         let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
         // A bank's sizes follow from what the store tells; shares of each layer's experts are not in banks.
         let whole_layers = part.is_none_or(|part| part.split == Split::Layers);
-        let stage = match whole_layers && options.cpu_experts.is_none() && tells_all {
-            true => stage_sizes(config, &kinds)?,
+        let sizes = match whole_layers && options.cpu_experts.is_none() && tells_all {
+            true => bank_sizes(config, &kinds)?,
             false => None,
         };
-        let mut split = request.split(cpu_experts, free, stage, bytes)?;
+        let beside = part.map_or(1, |part| part.rank.ranks);
+        let host = HostExperts::memory_for_banks(options.host_memory) / beside;
+        let mut split = request.split(cpu_experts, free, sizes.as_ref(), host, bytes)?;
         let mut bank = None;
-        if let ExpertsAt::Bank { rooms } = split.at {
-            let beside = part.map_or(1, |part| part.rank.ranks);
-            match ModelBank::new(
-                &gpu,
-                config,
-                &kinds,
-                rooms,
-                stage.unwrap_or_default(),
-                beside,
-            ) {
+        if let ExpertsAt::Bank { rooms, whole } = split.at {
+            let stage = sizes.as_ref().map_or(StageSizes::default(), |s| s.stage);
+            match ModelBank::new(&gpu, config, &kinds, BankLayers { rooms, whole }, stage) {
                 Ok(locked) => bank = Some(locked),
                 Err(e) => {
                     progress.note(&format!(
                         "experts cannot be in page-locked memory, so whole layers' experts run on the CPU: {e}"
                     ));
-                    split = request.split(cpu_experts, free, None, bytes)?;
+                    split = request.split(cpu_experts, free, None, host, bytes)?;
                 }
             }
         }
@@ -349,14 +345,14 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         if let Some(bank) = &bank {
-            progress.note(&bank.told(&gpu)?);
+            progress.note(&bank.told());
         }
         layers.bank = bank;
         done.end();
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
         if on_host > 0 {
-            let why = match (cpu_experts, stage) {
+            let why = match (cpu_experts, &sizes) {
                 (None, None) => {
                     ": single experts have places only where a file says how each is quantized"
                 }

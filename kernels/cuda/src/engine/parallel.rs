@@ -274,8 +274,8 @@ impl Engine for ParallelEngine {
     fn expert_choices(&self) -> Option<ExpertChoices> {
         let all = self.ranks.iter().filter_map(Engine::expert_choices);
         all.reduce(|a, b| ExpertChoices {
-            in_room: a.in_room + b.in_room,
-            all: a.all + b.all,
+            layers: [a.layers, b.layers].concat(),
+            bus: a.bus.min(b.bus),
         })
     }
 

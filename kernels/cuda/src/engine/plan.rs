@@ -9,7 +9,8 @@ use super::pass::few_rows;
 use super::request::MemoryRequest;
 use super::session::memory::SessionMemory;
 use super::weights::{
-    self, TrellisCodes, WeightBytes, has_sorted_inputs, layer_bytes, stage_sizes, weight_bytes,
+    self, BankSizes, TrellisCodes, WeightBytes, bank_sizes, has_sorted_inputs, layer_bytes,
+    weight_bytes,
 };
 use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
@@ -77,8 +78,8 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
 }
 
 /// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as
-/// many experts there as its `free` bytes require, and all of them in the computer's memory if they are quantized, else
-/// those of some layers on the CPU; on several GPUs with some of the layers each.
+/// many experts there as its `free` bytes require, and the others in the `host` bytes of the computer's memory if they are
+/// quantized, else those of some layers on the CPU; on several GPUs with some of the layers each.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of
@@ -88,7 +89,9 @@ pub fn placed(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
     free: &[usize],
+    host: usize,
 ) -> Result<Placed> {
+    let host = host / free.len().max(1);
     let whole = &served(c).config(c)?;
     let all = weight_bytes(whole, kinds, None, ExpertsAt::Gpu, None)?;
     if let [free] = *free {
@@ -102,14 +105,15 @@ pub fn placed(
         for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
             moved.push(moved[layer] + experts(layer)?);
         }
-        let bank = stage_sizes(whole, kinds)?;
+        let bank = bank_sizes(whole, kinds)?;
+        let bank = bank.as_ref();
         return request(whole, kinds, None, spec, |r| {
             let weights = |at| match at {
                 ExpertsAt::Gpu => Ok(all.held),
                 ExpertsAt::Cpu(layers) => Ok(all.held - moved[layers]),
                 ExpertsAt::Bank { .. } => Ok(weight_bytes(whole, kinds, None, at, None)?.held),
             };
-            let split = r.split(None, free, bank, weights)?;
+            let split = r.split(None, free, bank, host, weights)?;
             let here = weight_bytes(whole, kinds, None, split.at, None)?;
             let wide = wide(spec).filter(|_| split.is_wide);
             let memory = MemoryRequest {
@@ -118,13 +122,14 @@ pub fn placed(
                 session: wide.as_ref().or(r.session),
                 ..r
             };
-            let rooms = match split.at {
-                ExpertsAt::Bank { rooms } => Some(rooms),
-                ExpertsAt::Gpu | ExpertsAt::Cpu(_) => None,
-            };
-            let (host_bytes, host_read) = match rooms {
-                Some(_) => (moved[c.num_hidden_layers], chosen_bytes(whole, kinds, all)?),
-                None => (all.held - split.weights, all.read - here.read),
+            let rooms = split.at.rooms();
+            let (host_bytes, host_read) = match (split.at, bank) {
+                (ExpertsAt::Bank { whole: layers, .. }, Some(bank)) => {
+                    let chosen = chosen_bytes(whole, kinds, all)?;
+                    let banks = c.num_hidden_layers - layers;
+                    (bank.bytes(layers), chosen / c.num_hidden_layers * banks)
+                }
+                _ => (all.held - split.weights, all.read - here.read),
             };
             Ok(Placed {
                 memory: DeviceMemory {
@@ -164,12 +169,12 @@ pub fn placed(
         });
         let shape = &shard.config(c)?;
         let bytes = |at| weight_bytes(shape, &kinds, None, at, part);
-        let bank = stage_sizes(shape, &kinds)?;
+        let bank = bank_sizes(shape, &kinds)?;
         let (at, memory) = request(shape, &kinds, part, spec, |r| {
             let held = |at| Ok(bytes(at)?.held);
             let PlacedExperts {
                 at, weights, stage, ..
-            } = r.split(Some(0), free, bank, held)?;
+            } = r.split(Some(0), free, bank.as_ref(), host, held)?;
             let request = MemoryRequest {
                 weights,
                 stage,
@@ -180,12 +185,12 @@ pub fn placed(
         if memory.total() > placed.memory.total() {
             placed.memory = DeviceMemory { free, ..memory };
         }
-        if let ExpertsAt::Bank { rooms } = at {
-            let all = bytes(ExpertsAt::Gpu)?;
-            let without = bytes(ExpertsAt::Cpu(shape.num_hidden_layers))?;
-            let chosen = chosen_bytes(shape, &kinds, all)?;
+        if let (ExpertsAt::Bank { rooms, whole }, Some(bank)) = (at, &bank) {
+            let chosen = chosen_bytes(shape, &kinds, bytes(ExpertsAt::Gpu)?)?;
+            let layers = shape.num_hidden_layers;
+            let chosen = chosen / layers * (layers - whole);
             placed.rooms = Some(placed.rooms.map_or(rooms, |fewest| fewest.min(rooms)));
-            placed.host_bytes += all.held - without.held;
+            placed.host_bytes += bank.bytes(whole);
             placed.host_read += chosen;
             placed.read -= chosen;
         }
@@ -256,9 +261,9 @@ impl MemoryRequest<'_> {
     }
 
     /// Chooses where experts are. On the GPU, if `free` bytes are enough for all; otherwise in banks with as many
-    /// rooms as there is memory for, if the model may have `bank`s with stages of these sizes; otherwise those of as
-    /// few layers as possible run on the CPU, or of as many as are `wanted`. `weights` tells the bytes of all weights
-    /// on the device.
+    /// rooms as there is memory for, if the model may have `bank`s, of as many layers as have room in the `host` bytes of
+    /// the computer's memory; otherwise those of as few layers as possible run on the CPU, or of as many as are `wanted`.
+    /// `weights` tells the bytes of all weights on the device.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.
@@ -266,10 +271,11 @@ impl MemoryRequest<'_> {
         &self,
         wanted: Option<usize>,
         free: usize,
-        bank: Option<StageSizes>,
+        bank: Option<&BankSizes>,
+        host: usize,
         weights: impl Fn(ExpertsAt) -> Result<usize>,
     ) -> Result<PlacedExperts> {
-        if let (None | Some(0), Some(experts), Some(_)) = (wanted, self.config.experts, bank) {
+        if let (None | Some(0), Some(experts), Some(bank)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
             let request = MemoryRequest {
                 weights: all,
@@ -283,8 +289,11 @@ impl MemoryRequest<'_> {
                 Some(_) => free,
                 None => free - free / UNASKED,
             };
+            let whole = bank.whole(host);
+            let bytes = |rooms| weights(ExpertsAt::Bank { rooms, whole });
+            let stage = Some(bank.stage);
             let most =
-                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, bank, &weights);
+                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, stage, &bytes);
             // What stages of layers hand on has the usual rows.
             let wide = self.session.and_then(wide).filter(|_| self.part.is_none());
             let rooms = most(self)?;
@@ -295,12 +304,11 @@ impl MemoryRequest<'_> {
             };
             let is_wide = fewer > 0 && fewer >= rooms - rooms / FOR_WIDE;
             let rooms = if is_wide { fewer } else { rooms };
-            if rooms > 0 {
-                let at = ExpertsAt::Bank { rooms };
+            if rooms > 0 && whole < bank.layers.len() {
                 return Ok(PlacedExperts {
-                    at,
-                    weights: weights(at)?,
-                    stage: bank,
+                    at: ExpertsAt::Bank { rooms, whole },
+                    weights: bytes(rooms)?,
+                    stage,
                     is_wide,
                 });
             }
@@ -332,20 +340,21 @@ impl MemoryRequest<'_> {
         unreachable!("the last request either fits or is refused")
     }
 
-    /// The most rooms of each layer that fit `free` bytes beside the session and its stages, or 0.
+    /// The most rooms of each layer that fit `free` bytes beside the session and its stages, or 0. `weights` tells the bytes
+    /// of all weights with so many.
     fn most_rooms(
         &self,
         experts: &Experts,
         free: usize,
         stage: Option<StageSizes>,
-        weights: impl Fn(ExpertsAt) -> Result<usize>,
+        weights: impl Fn(usize) -> Result<usize>,
     ) -> Result<usize> {
         // `low` do or are none, `high` do not.
         let (mut low, mut high) = (0, stacked(experts));
         while high - low > 1 {
             let rooms = low.midpoint(high);
             let request = MemoryRequest {
-                weights: weights(ExpertsAt::Bank { rooms })?,
+                weights: weights(rooms)?,
                 stage,
                 ..*self
             };

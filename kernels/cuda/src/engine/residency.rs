@@ -1,13 +1,13 @@
 //! Which experts of a model in banks have rooms on the GPU. Kernels count which experts rows choose; between steps the
 //! host reads the counts, and gives rooms of experts that are chosen less to some that are chosen more.
 //!
-//! Everything is in the order of the session's stream: an expert that leaves is read in the bank before its room is
-//! filled, on a stream of copies, and one that comes is read in its room after that, so no step ever sees a room
-//! change. What kernels compute does not depend on any of this.
+//! Everything is in the order of the session's stream: an expert is copied to a room that no queued work reads, and read
+//! there by work that is queued after the copy has ended, so no step ever sees a room change. What kernels compute does
+//! not depend on any of this.
 
 mod policy;
+mod rooms;
 
-use super::host_experts::HostExperts;
 use super::layer::HeldLayer;
 use super::model::stack;
 use super::weights::{BankShape, expert_table};
@@ -15,21 +15,34 @@ use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSi
 use crate::{DeviceLinear, Gpu, GroupedRows, Mark, Stream, StreamOptions, Uploader};
 use nq_formats::{Weight, human_bytes};
 use nq_model::ModelConfig;
-use nq_runtime::interface::HeatKeeper;
+use nq_runtime::interface::{ExpertChoices, HeatKeeper, LayerChoices};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 use policy::Heat;
+use rooms::LayerRooms;
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Routes of rows for each expert of a layer from which on all experts of the next one are brought to prompts before it
 /// is known which ones it needs: in texts, fewer rows leave a part of them out.
 const ROUTES_OF_ALL: usize = 64;
 
-/// Most experts of a layer that move at once, and of all layers: what they take of the bus, steps lack.
-const MOST_OF_LAYER: usize = 2;
+/// Most experts of all layers that begin to move between two steps: what they take of the bus, steps lack.
 const MOST_AT_ONCE: usize = 24;
+
+/// Most readings of the counts on their way: more than the steps that are queued ahead.
+const READINGS: usize = 8;
+
+/// Which layers have banks, and with how many rooms.
+#[derive(Clone, Copy)]
+pub(super) struct BankLayers {
+    /// Of each of them.
+    pub(super) rooms: usize,
+    /// The first layers, without banks: all their experts are on the GPU.
+    pub(super) whole: usize,
+}
 
 /// The banks of a model's layers.
 pub(super) struct ModelBank {
@@ -48,6 +61,8 @@ pub(super) struct ModelBank {
     residency: Mutex<Residency>,
     /// Copies of experts for layers that prompts come to next.
     ahead: Stream,
+    /// The rate at which kernels read banks, in bytes per second.
+    bus: f64,
     /// A share for each session.
     sessions: Arc<()>,
 }
@@ -56,17 +71,43 @@ pub(super) struct ModelBank {
 struct Residency {
     /// [layers, experts of the table]
     places: Vec<ExpertPlace>,
-    /// By layer: the expert of each room, and of one that is being filled the expert to come.
-    rooms: Vec<Vec<usize>>,
+    /// By layer.
+    rooms: Vec<LayerRooms>,
     heat: Heat,
     /// The latest counts.
     counts: Vec<u32>,
-    reading: CountsRead,
+    /// On their way, the earliest first.
+    readings: VecDeque<Reading>,
+    unused: Vec<CountsRead>,
+    /// Whether each expert was in a room for work that was queued after the latest of the readings.
+    in_rooms: Arc<[bool]>,
+    /// By layer: how many experts have moved.
+    moved_in: Vec<u64>,
     writer: TableWriter,
     copies: Stream,
-    moving: Vec<Move>,
-    /// Behind the copies of those that are moving.
-    moved: Option<Mark>,
+    /// Rooms that copies fill, the earliest first.
+    coming: VecDeque<RoomsUntil>,
+    /// Rooms that experts have left, the earliest first.
+    left: VecDeque<RoomsUntil>,
+}
+
+/// Rooms that change when a stream has come to a mark.
+struct RoomsUntil {
+    /// Each with its layer.
+    rooms: Vec<LayerRoom>,
+    end: Mark,
+}
+
+#[derive(Clone, Copy)]
+struct LayerRoom {
+    layer: usize,
+    room: usize,
+}
+
+/// A reading of the counts, with whether each expert was in a room for the choices since the reading before.
+struct Reading {
+    counts: CountsRead,
+    in_rooms: Arc<[bool]>,
 }
 
 /// Experts of a layer on their way to the stage of a session.
@@ -75,37 +116,29 @@ pub(super) struct Coming {
     end: Mark,
 }
 
-#[derive(Clone, Copy)]
-struct Move {
-    layer: usize,
-    expert: usize,
-    room: usize,
-}
-
 impl ModelBank {
-    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed. So many models do so at
-    /// once, each with about as many layers: those of several GPUs.
+    /// Locks the memory of all banks, and allocates rooms and table, before anything is packed. The computer must have room
+    /// for the banks: the system would end a process that locks more.
     ///
     /// # Errors
-    /// [`Error::Memory`] if the computer has too little; [`nq_kernels::Error::DeviceMemory`], also if the system does not
-    /// lock so much; a weight that no kernel serves.
+    /// [`nq_kernels::Error::DeviceMemory`], also if the system does not lock so much; a weight that no kernel serves.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         kinds: Kinds<'_>,
-        rooms: usize,
+        BankLayers { rooms, whole }: BankLayers,
         stage: StageSizes,
-        at_once: usize,
     ) -> Result<Self> {
         let shapes = (0..c.num_hidden_layers).map(|index| {
+            if index < whole {
+                return Ok(None);
+            }
             let spec = c.layer(index);
             let held = HeldLayer::new(c, spec, false, |kind| kinds(&spec.linear(kind).name(index)));
             BankShape::of(c, kinds, index, &held)
         });
         let shapes = shapes.collect::<Result<Vec<_>>>()?;
-        // The system would end the process that locks more than there is.
-        let bytes: usize = shapes.iter().flatten().map(BankShape::bytes).sum();
-        HostExperts::check_memory(bytes * at_once)?;
+        let bus = gpu.copy_bandwidth()?;
         let table = expert_table(gpu, c)?;
         let mut empty = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.into_iter().enumerate() {
@@ -117,16 +150,20 @@ impl ModelBank {
             empty.push(bank.transpose()?);
         }
         let experts = table.counts().len() / c.num_hidden_layers.max(1);
+        let reading = |_| CountsRead::new(gpu, &table);
         let residency = Residency {
             places: vec![ExpertPlace::Bank; table.counts().len()],
-            rooms: vec![(0..rooms).collect(); c.num_hidden_layers],
+            rooms: vec![LayerRooms::new(rooms); c.num_hidden_layers],
             heat: Heat::new(c.num_hidden_layers, experts),
             counts: vec![0; table.counts().len()],
-            reading: CountsRead::new(gpu, &table)?,
+            readings: VecDeque::new(),
+            unused: (0..READINGS).map(reading).collect::<Result<_, _>>()?,
+            in_rooms: vec![false; table.counts().len()].into(),
+            moved_in: vec![0; c.num_hidden_layers],
             writer: TableWriter::new(gpu, &table)?,
             copies: gpu.stream_with(StreamOptions::default())?,
-            moving: Vec::new(),
-            moved: None,
+            coming: VecDeque::new(),
+            left: VecDeque::new(),
         };
         Ok(ModelBank {
             layers: Vec::new(),
@@ -141,6 +178,7 @@ impl ModelBank {
                 last: true,
                 ..StreamOptions::default()
             })?,
+            bus,
             sessions: Arc::new(()),
             table,
         })
@@ -175,23 +213,22 @@ impl ModelBank {
         let bank = Arc::new(bank);
         let residency = &mut *lock(&self.residency);
         // A shared expert is the last, and every row goes through it.
-        let experts = if held.has_shared() {
-            residency.heat.keep(index, bank.experts() - 1);
-            let first = std::iter::once(bank.experts() - 1).chain(0..bank.experts() - 1);
-            first.take(self.rooms).collect()
-        } else {
-            (0..self.rooms).collect::<Vec<usize>>()
-        };
+        let shared = held.has_shared().then(|| bank.experts() - 1);
+        if let Some(shared) = shared {
+            residency.heat.keep(index, shared);
+        }
+        let first = shared.into_iter().chain(0..bank.experts());
         let each = residency.places.len() / residency.rooms.len();
-        for (room, &expert) in experts.iter().enumerate() {
+        for (room, expert) in first.take(LayerRooms::held_of(self.rooms)).enumerate() {
             bank.move_in(uploader.stream(), expert, room)?;
+            residency.rooms[index].put(room, expert);
             residency.places[index * each + expert] = ExpertPlace::Room(room);
         }
-        residency.rooms[index] = experts;
         self.layers.push(Some(Arc::clone(&bank)));
         if self.layers.len() == self.empty.len() {
             let (table, layers) = (&self.table, &self.layers);
             (residency.writer).write(uploader.stream(), table, layers, &residency.places)?;
+            residency.in_rooms = residency.rooms_of_places();
         }
         Ok(Some(shape.halves(&bank, scales)))
     }
@@ -213,21 +250,23 @@ impl ModelBank {
         for (layer, bank) in self.layers.iter().enumerate() {
             let Some(bank) = bank else { continue };
             let (rooms, experts) = (&mut residency.rooms[layer], bank.experts());
-            let wanted = residency.heat.hottest(layer, experts, rooms.len());
+            let held = rooms.held().count();
+            let wanted = residency.heat.hottest(layer, experts, held);
             let places = &mut residency.places[layer * each..][..experts];
             let absent = |&e: &usize| places[e] == ExpertPlace::Bank;
             let coming: Vec<usize> = wanted.iter().copied().filter(absent).collect();
-            let leaves = |&room: &usize| !wanted.contains(&rooms[room]);
-            let leaving: Vec<usize> = (0..rooms.len()).filter(leaves).collect();
-            for (room, expert) in leaving.into_iter().zip(coming) {
+            let leaving: Vec<_> = rooms.held().filter(|(e, _)| !wanted.contains(e)).collect();
+            for ((leaves, room), expert) in leaving.into_iter().zip(coming) {
                 bank.move_in(&residency.copies, expert, room)?;
-                places[std::mem::replace(&mut rooms[room], expert)] = ExpertPlace::Bank;
+                rooms.put(room, expert);
+                places[leaves] = ExpertPlace::Bank;
                 places[expert] = ExpertPlace::Room(room);
             }
         }
         let (writer, copies) = (&mut residency.writer, &residency.copies);
         writer.write(copies, &self.table, &self.layers, &residency.places)?;
-        Ok(copies.synchronize()?)
+        residency.in_rooms = residency.rooms_of_places();
+        Ok(residency.copies.synchronize()?)
     }
 
     /// The stacks that sessions make of experts.
@@ -283,13 +322,14 @@ impl ModelBank {
     pub(super) fn join(&self) -> Result<Arc<()>> {
         let share = Arc::clone(&self.sessions);
         let residency = lock(&self.residency);
-        if let Some(moved) = &residency.moved {
-            moved.wait()?;
+        // Then the session's own stream can see no table but the latest.
+        for rooms in residency.coming.iter().chain(&residency.left) {
+            rooms.end.wait()?;
         }
         Ok(share)
     }
 
-    /// To be called behind each step or prompt that was queued in the `stream` of a session: takes the counts that
+    /// To be called between the steps and prompts that are queued in the `stream` of a session: takes the counts that
     /// have come, and lets experts move. Never waits.
     ///
     /// # Errors
@@ -299,88 +339,149 @@ impl ModelBank {
             return Ok(());
         }
         let residency = &mut *lock(&self.residency);
-        let arrived = residency.arrive()?;
-        let leaving = residency.choose(&self.layers)?;
-        if arrived || leaving {
+        residency.forget_left()?;
+        let taken = residency.take_counts()?;
+        let left = residency.arrive()?;
+        if !left.is_empty() {
             let (table, layers) = (&self.table, &self.layers);
             (residency.writer).write(stream, table, layers, &residency.places)?;
+            let end = stream.mark()?;
+            residency.left.push_back(RoomsUntil { rooms: left, end });
         }
-        if leaving {
-            residency.copies.wait_for(&stream.mark()?)?;
-            for m in &residency.moving {
-                if let Some(bank) = &self.layers[m.layer] {
-                    bank.move_in(&residency.copies, m.expert, m.room)?;
-                }
-            }
-            residency.moved = Some(residency.copies.mark()?);
+        if taken {
+            residency.fill(&self.layers)?;
         }
-        if !residency.reading.is_queued() {
-            residency.reading.queue(stream, &self.table)?;
+        if let Some(mut counts) = residency.unused.pop() {
+            counts.queue(stream, &self.table)?;
+            // The table that was written above holds for later work.
+            let later = residency.rooms_of_places();
+            let in_rooms = std::mem::replace(&mut residency.in_rooms, later);
+            residency.readings.push_back(Reading { counts, in_rooms });
         }
         Ok(())
     }
 
-    /// How many choices of experts found them in rooms so far, and how many there were.
-    pub(super) fn hits(&self) -> (u64, u64) {
-        lock(&self.residency).heat.hits()
+    /// The choices of experts so far.
+    pub(super) fn choices(&self) -> ExpertChoices {
+        let residency = lock(&self.residency);
+        let hits = residency.heat.hits().iter().zip(&residency.moved_in);
+        let banks = self.layers.iter().zip(hits);
+        let layers = banks.filter_map(|(bank, (hits, &moved))| {
+            Some(LayerChoices {
+                in_room: hits.in_room,
+                all: hits.all,
+                moved,
+                expert_bytes: bank.as_deref()?.expert_bytes(),
+            })
+        });
+        ExpertChoices {
+            layers: layers.collect(),
+            bus: self.bus,
+        }
     }
 }
 
 impl Drop for ModelBank {
     fn drop(&mut self) {
         let residency = lock(&self.residency);
-        if let (Some(keeper), (_, 1..)) = (self.keeper.get(), residency.heat.hits()) {
+        let chosen = residency.heat.hits().iter().any(|hits| hits.all > 0);
+        if let Some(keeper) = self.keeper.get().filter(|_| chosen) {
             keeper.keep(&residency.heat.values(self.routed));
         }
     }
 }
 
 impl Residency {
-    /// Lets kernels read the experts whose copies are done in their rooms; false if there are none.
-    fn arrive(&mut self) -> Result<bool> {
-        match &self.moved {
-            Some(moved) if moved.has_passed()? => {}
-            _ => return Ok(false),
+    /// Forgets what was in rooms that no queued work reads any more.
+    fn forget_left(&mut self) -> Result<()> {
+        while let Some(first) = self.left.front() {
+            if !first.end.has_passed()? {
+                break;
+            }
+            let rooms = self.left.pop_front().map_or(Vec::new(), |left| left.rooms);
+            for LayerRoom { layer, room } in rooms {
+                self.rooms[layer].forget(room);
+            }
         }
-        self.moved = None;
-        let each = self.places.len() / self.rooms.len();
-        for m in self.moving.drain(..) {
-            self.places[m.layer * each + m.expert] = ExpertPlace::Room(m.room);
-        }
-        Ok(true)
+        Ok(())
     }
 
-    /// Takes the counts if they have come and, unless others still move, chooses experts that move, whose rooms nobody
-    /// shall read from then on; false if there are none.
-    fn choose(&mut self, layers: &[Option<Arc<LayerBank>>]) -> Result<bool> {
-        let Some(counts) = self.reading.take()? else {
-            return Ok(false);
-        };
+    /// Lets later work read the experts whose copies are done in their rooms, and others leave for them, whose rooms are
+    /// returned: the table is to be written if there are any.
+    fn arrive(&mut self) -> Result<Vec<LayerRoom>> {
         let each = self.places.len() / self.rooms.len();
-        let in_room = |i: usize| matches!(self.places[i], ExpertPlace::Room(_));
-        self.heat.take(counts, &mut self.counts, in_room);
-        if self.moved.is_some() {
-            return Ok(false);
+        let mut all = Vec::new();
+        while let Some(first) = self.coming.front() {
+            if !first.end.has_passed()? {
+                break;
+            }
+            let come = self
+                .coming
+                .pop_front()
+                .map_or(Vec::new(), |come| come.rooms);
+            for LayerRoom { layer, room } in come {
+                let rooms = &mut self.rooms[layer];
+                let Some(expert) = rooms.arrive(room) else {
+                    continue;
+                };
+                self.places[layer * each + expert] = ExpertPlace::Room(room);
+                self.moved_in[layer] += 1;
+                if let Some((leaves, room)) = rooms.leave(self.heat.of_layer(layer), expert) {
+                    self.places[layer * each + leaves] = ExpertPlace::Bank;
+                    all.push(LayerRoom { layer, room });
+                }
+            }
         }
+        Ok(all)
+    }
+
+    /// Whether each expert is in a room by the places that were written last.
+    fn rooms_of_places(&self) -> Arc<[bool]> {
+        let places = self.places.iter();
+        places
+            .map(|at| matches!(at, ExpertPlace::Room(_)))
+            .collect()
+    }
+
+    /// Takes the counts that have come; false if there are none.
+    fn take_counts(&mut self) -> Result<bool> {
+        let mut taken = false;
+        while let Some(reading) = self.readings.front_mut() {
+            let Some(counts) = reading.counts.take()? else {
+                break;
+            };
+            let in_rooms = &reading.in_rooms;
+            (self.heat).take(counts, &mut self.counts, |i| in_rooms[i]);
+            taken = true;
+            let reading = self.readings.pop_front();
+            self.unused.extend(reading.map(|r| r.counts));
+        }
+        Ok(taken)
+    }
+
+    /// Begins to copy experts to empty rooms.
+    fn fill(&mut self, layers: &[Option<Arc<LayerBank>>]) -> Result<()> {
         let mut wanted = Vec::new();
         for (layer, bank) in layers.iter().enumerate() {
             let Some(bank) = bank else { continue };
-            let rooms = &self.rooms[layer];
-            wanted.extend(self.heat.swaps(layer, bank.experts(), rooms, MOST_OF_LAYER));
+            wanted.extend(self.heat.wanted(layer, bank.experts(), &self.rooms[layer]));
         }
         // The hottest of all layers first.
         wanted.sort_by(|a, b| b.gain.total_cmp(&a.gain));
         wanted.truncate(MOST_AT_ONCE);
-        for swap in &wanted {
-            let leaves = std::mem::replace(&mut self.rooms[swap.layer][swap.room], swap.expert);
-            self.places[swap.layer * each + leaves] = ExpertPlace::Bank;
-            self.moving.push(Move {
-                layer: swap.layer,
-                expert: swap.expert,
-                room: swap.room,
-            });
+        let mut rooms = Vec::new();
+        for wanted in wanted {
+            let (layer, expert) = (wanted.layer, wanted.expert);
+            if let (Some(bank), Some(room)) = (&layers[layer], self.rooms[layer].fill(expert)) {
+                bank.move_in(&self.copies, expert, room)?;
+                rooms.push(LayerRoom { layer, room });
+            }
         }
-        Ok(!wanted.is_empty())
+        if !rooms.is_empty() {
+            let end = self.copies.mark()?;
+            self.coming.push_back(RoomsUntil { rooms, end });
+        }
+        Ok(())
     }
 }
 
@@ -390,10 +491,7 @@ fn lock(residency: &Mutex<Residency>) -> MutexGuard<'_, Residency> {
 
 impl ModelBank {
     /// Where experts are, and what that allows, for the user.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub(super) fn told(&self, gpu: &Gpu) -> Result<String> {
+    pub(super) fn told(&self) -> String {
         let banks = || self.layers.iter().flatten();
         let bytes = |count: &dyn Fn(&LayerBank) -> usize| -> usize {
             banks().map(|b| b.expert_bytes() * count(b)).sum()
@@ -405,7 +503,16 @@ impl ModelBank {
             human_bytes(bytes(&|b| b.rooms()) as u64),
             human_bytes(bytes(&|b| b.experts()) as u64),
         );
-        let (rate, token) = (gpu.copy_bandwidth()?, bytes(&|_| self.per_token) as f64);
+        match self.layers.iter().take_while(|l| l.is_none()).count() {
+            0 => {}
+            whole => {
+                told = format!(
+                    "the computer's memory has no room for the experts of {whole} layers, which are all on the GPU; of the \
+                     other layers {told}"
+                );
+            }
+        }
+        let (rate, token) = (self.bus, bytes(&|_| self.per_token) as f64);
         told += &format!(
             " at {:.0} GB/s: at most {:.0} tokens a second where a text finds none of its experts on the GPU, {:.0} where it \
              finds 9 of 10",
@@ -413,6 +520,6 @@ impl ModelBank {
             rate / token,
             10.0 * rate / token
         );
-        Ok(told)
+        told
     }
 }

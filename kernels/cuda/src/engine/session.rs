@@ -173,7 +173,7 @@ impl CudaSession {
         }
     }
 
-    /// Lets experts of a bank move, behind work that was queued.
+    /// Lets experts of a bank move, between work that was queued and what comes next.
     fn adapt_bank(&self) -> Result<()> {
         match &self.model.layers.bank {
             Some(bank) if self.bank.is_some() => bank.adapt(&self.stream),

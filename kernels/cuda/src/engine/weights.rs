@@ -195,13 +195,37 @@ pub(super) fn expert_table(gpu: &Gpu, c: &ModelConfig) -> nq_kernels::Result<Exp
     ExpertTable::new(gpu, c.num_hidden_layers, most)
 }
 
-/// The stacks that prompts make of the experts of a model's banks; `None` without experts, and where some are not
-/// quantized, which take too much of a bus.
+/// What the banks of a model's experts would take.
+#[derive(Clone, Debug, Default)]
+pub(super) struct BankSizes {
+    /// The stacks that prompts make of experts.
+    pub(super) stage: StageSizes,
+    /// Bytes of the computer's memory, by layer.
+    pub(super) layers: Vec<usize>,
+}
+
+impl BankSizes {
+    /// Bytes of the banks of all layers but the first `whole`.
+    pub(super) fn bytes(&self, whole: usize) -> usize {
+        self.layers.iter().skip(whole).sum()
+    }
+
+    /// The fewest layers, from the first on, without which the banks take at most `host` bytes.
+    pub(super) fn whole(&self, host: usize) -> usize {
+        let fits = |whole: &usize| self.bytes(*whole) <= host;
+        (0..self.layers.len())
+            .find(fits)
+            .unwrap_or(self.layers.len())
+    }
+}
+
+/// What banks of a model's experts would take; `None` without experts, and where some are not quantized, which take too
+/// much of a bus.
 ///
 /// # Errors
 /// A weight that no kernel serves.
-pub(super) fn stage_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<StageSizes>> {
-    let mut sizes: Option<StageSizes> = None;
+pub(super) fn bank_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<BankSizes>> {
+    let mut sizes = BankSizes::default();
     for index in 0..c.num_hidden_layers {
         let experts = c.layer(index).experts();
         let mut linears = experts.into_iter().flat_map(|(_, experts)| {
@@ -212,11 +236,13 @@ pub(super) fn stage_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<St
         if linears.any(|l| matches!(kinds(&l.name(index)), WeightKind::Dense(_))) {
             return Ok(None);
         }
-        if let Some(bank) = BankShape::of(c, kinds, index, &held_by_plan(c, kinds, index, false))? {
-            sizes = Some(sizes.unwrap_or_default().with(bank.shapes, bank.experts));
+        let bank = BankShape::of(c, kinds, index, &held_by_plan(c, kinds, index, false))?;
+        sizes.layers.push(bank.as_ref().map_or(0, BankShape::bytes));
+        if let Some(bank) = bank {
+            sizes.stage = sizes.stage.with(bank.shapes, bank.experts);
         }
     }
-    Ok(sizes)
+    Ok((sizes.bytes(0) > 0).then_some(sizes))
 }
 
 /// What of layer `index` is on the device, by the kinds of its weights.
@@ -243,7 +269,7 @@ pub(super) fn layer_bytes(
     let spec = c.layer(index);
     let held = held_by_plan(c, kinds, index, at.on_cpu(index));
     let mut banked = match (at, table) {
-        (ExpertsAt::Bank { rooms }, Some(table)) => {
+        (ExpertsAt::Bank { rooms, whole }, Some(table)) if index >= whole => {
             let shape = BankShape::of(c, kinds, index, &held)?;
             let halves = shape.map(|shape| -> Result<_> {
                 let (experts, shapes) = (shape.experts, shape.shapes);

@@ -114,7 +114,13 @@ pub fn sizes() -> Result<GpuSizes> {
     absent(0)
 }
 
-pub fn place(_: &ModelConfig, _: Kinds<'_>, _: &SessionSpec, _: &[usize]) -> Result<Placed> {
+pub fn place(
+    _: &ModelConfig,
+    _: Kinds<'_>,
+    _: &SessionSpec,
+    _: &[usize],
+    _: usize,
+) -> Result<Placed> {
     absent(0)
 }
 

@@ -143,8 +143,8 @@ pub fn sizes() -> Result<GpuSizes> {
     })
 }
 
-/// Where a model whose matrices are of these kinds and a session of it would be on GPUs with so many bytes free. Needs no
-/// GPU.
+/// Where a model whose matrices are of these kinds and a session of it would be on GPUs with so many bytes free, beside
+/// `host` bytes of the computer's memory. Needs no GPU.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`](nq_runtime::Error::DeviceMemory) if they do not fit; what no kernel serves.
@@ -153,8 +153,9 @@ pub fn place(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
     free: &[usize],
+    host: usize,
 ) -> Result<Placed> {
-    placed(config, kinds, spec, free)
+    placed(config, kinds, spec, free, host)
 }
 
 /// Runs `work` on GPU `ordinal`, whose f32 products round their operands to TF32.

@@ -5,7 +5,7 @@ use crate::engine::adapters::AdapterWidths;
 use crate::engine::layer::HeldLayer;
 use crate::engine::model::{held_layer, stack};
 use crate::engine::weights::{
-    TrellisCodes, head, no_weight, stage_sizes, stored_by_layer, weight_bytes,
+    BankSizes, TrellisCodes, bank_sizes, head, no_weight, stored_by_layer, weight_bytes,
 };
 use crate::pack::Packing;
 use crate::{DeviceLinear, GpuInfo, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
@@ -320,12 +320,16 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     let spec = spec(4096, KvType::F16);
     let rest = |model: &PlannedModel| model.request(0, &spec).plan().unwrap().total();
     let weights = |at: ExpertsAt| match at {
-        ExpertsAt::Bank { rooms } => Ok(2_500_000_000 + rooms * 450_000_000),
+        ExpertsAt::Bank { rooms, whole } => {
+            Ok(2_500_000_000 + rooms * 450_000_000 + whole * (200_000_000 - rooms * 12_500_000))
+        }
         ExpertsAt::Gpu | ExpertsAt::Cpu(_) => Ok(10_000_000_000 - at.cpu_layers() * 200_000_000),
     };
     let split = |model: &PlannedModel, wanted, bank, free| {
         let free = rest(model) + free;
-        let found = model.request(0, &spec).split(wanted, free, bank, weights);
+        let found = model
+            .request(0, &spec)
+            .split(wanted, free, bank, usize::MAX, weights);
         let found = found.map(|placed| (placed.at, placed.weights));
         found.map_err(|e| e.to_string())
     };
@@ -352,7 +356,11 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     let refused = split(&model, None, None, 2_799_999_999).unwrap_err();
     assert!(refused.contains("2.80 GB of weights"), "{refused}");
     // What is asked for is done, or refused.
-    let bank = Some(StageSizes::default());
+    let sizes = BankSizes {
+        layers: vec![220_000_000; 36],
+        ..BankSizes::default()
+    };
+    let bank = Some(&sizes);
     for bank in [None, bank] {
         let found = split(&model, Some(5), bank, 20_000_000_000);
         assert_eq!(found, cpu(5, 9_000_000_000));
@@ -360,7 +368,7 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     }
     // With banks, as many experts of each layer have rooms as fit, at least one.
     assert_eq!(split(&model, None, bank, 10_000_000_000), all);
-    let rooms = |rooms, weights| Ok((ExpertsAt::Bank { rooms }, weights));
+    let rooms = |rooms, weights| Ok((ExpertsAt::Bank { rooms, whole: 0 }, weights));
     assert_eq!(
         split(&model, None, bank, 9_999_999_999),
         rooms(15, 9_250_000_000)
@@ -378,14 +386,40 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
         split(&model, None, bank, 2_949_999_999),
         cpu(36, 2_800_000_000)
     );
+    // The computer's memory has no room for the experts of 6 layers, which are all on the GPU then.
+    let host = 30 * 220_000_000;
+    let few = model.request(0, &spec);
+    let few = few.split(None, rest(&model) + 8_000_000_000, bank, host, weights);
+    let whole = ExpertsAt::Bank {
+        rooms: 11,
+        whole: 6,
+    };
+    assert_eq!(few.unwrap().at, whole);
+    // Nor has the GPU: the CPU runs some.
+    for (free, host) in [(2_900_000_000, host), (9_999_999_999, 1_000)] {
+        let none = model.request(0, &spec);
+        let none = none.split(None, rest(&model) + free, bank, host, weights);
+        assert!(none.unwrap().at.cpu_layers() > 0);
+    }
     // What sessions to come shall have is not taken by rooms, but by all experts if they fit.
     let later = MemoryRequest {
         session: None,
         ..model.request(0, &spec)
     };
-    let at = |free| later.split(None, free, bank, weights).unwrap().at;
+    let at = |free| {
+        later
+            .split(None, free, bank, usize::MAX, weights)
+            .unwrap()
+            .at
+    };
     assert_eq!(at(10_000_000_000), ExpertsAt::Gpu);
-    assert_eq!(at(9_999_999_999), ExpertsAt::Bank { rooms: 11 });
+    assert_eq!(
+        at(9_999_999_999),
+        ExpertsAt::Bank {
+            rooms: 11,
+            whole: 0
+        }
+    );
     // One conversation takes more tokens of its prompts at once, if that costs at most a quarter of the rooms.
     let rows = |max_rows| session_spec(1, 16_384, KvType::F16, max_rows);
     let taken = |spec: &SessionSpec| model.request(0, spec).plan().unwrap().total();
@@ -394,14 +428,20 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     // A little is taken by tables.
     let fit = |spec| (free - taken(spec) - 2_510_000_000) / 450_000_000;
     let (most, fewer) = (fit(&usual), fit(&long));
-    let found = model.request(0, &usual).split(None, free, bank, weights);
+    let found = model
+        .request(0, &usual)
+        .split(None, free, bank, usize::MAX, weights);
     let found = found.unwrap();
     assert_eq!(found.is_wide, fewer >= most - most / 4, "{fewer} of {most}");
     let rooms = if found.is_wide { fewer } else { most };
-    assert_eq!(found.at, ExpertsAt::Bank { rooms });
-    let few = model
-        .request(0, &usual)
-        .split(None, taken(&usual) + 2_960_000_000, bank, weights);
+    assert_eq!(found.at, ExpertsAt::Bank { rooms, whole: 0 });
+    let few = model.request(0, &usual).split(
+        None,
+        taken(&usual) + 2_960_000_000,
+        bank,
+        usize::MAX,
+        weights,
+    );
     assert!(!few.unwrap().is_wide);
     for narrow in [rows(512), SessionSpec { slots: 2, ..usual }] {
         assert!(wide(&narrow).is_none() && wide(&usual).is_some_and(|s| s.max_rows == 8192));
@@ -567,10 +607,10 @@ fn rooms_and_tables_are_planned() {
         true => WeightKind::in_scheme(int4.into(), false),
         false => WeightKind::Dense(DType::BF16),
     };
-    let stage = stage_sizes(&config, &kinds).unwrap().expect("a mixture");
+    let sizes = bank_sizes(&config, &kinds).unwrap().expect("a mixture");
     let bytes = |at| weight_bytes(&config, &kinds, None, at, None).unwrap().held;
     let (all, bare) = (bytes(ExpertsAt::Gpu), bytes(ExpertsAt::Cpu(3)));
-    let with_rooms = |rooms| bytes(ExpertsAt::Bank { rooms });
+    let with_rooms = |rooms| bytes(ExpertsAt::Bank { rooms, whole: 0 });
     let each = (with_rooms(101) - with_rooms(1)) / 100;
     // Each layer's rooms are one buffer, whose size is rounded up.
     let rounded = config.num_hidden_layers * (4 << 20);
@@ -584,7 +624,7 @@ fn rooms_and_tables_are_planned() {
     // All experts, with the shared one, and a table of their places and counts.
     let whole = with_rooms(257);
     assert!(whole.abs_diff(all) <= all / 50, "{whole} and {all}");
-    assert_ne!(stage, StageSizes::default());
+    assert_ne!(sizes.stage, StageSizes::default());
     assert!(bare + 5 * each <= with_rooms(5) + rounded);
 }
 

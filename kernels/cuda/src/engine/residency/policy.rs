@@ -2,6 +2,8 @@
 //! half as much after every [`HALF_LIFE`] readings (LRFU: Lee et al. 2001, <https://doi.org/10.1109/TC.2001.970573>).
 //! A short half-life keeps what was chosen last, as LRU does, a long one what is chosen most.
 
+use super::rooms::LayerRooms;
+
 /// Readings of the counts after which a choice counts half.
 const HALF_LIFE: f32 = 16.0;
 
@@ -15,16 +17,22 @@ pub(super) struct Heat {
     experts: usize,
     /// What a choice counts at the latest reading: older heat stays as it is, and newer choices count more.
     unit: f32,
-    hits: u64,
-    all: u64,
+    /// [layers]
+    hits: Vec<Hits>,
 }
 
-/// An expert that shall have a room, and how much hotter it is than the one there.
+/// How many choices of a layer's experts found them in rooms, and how many there were, without those that are kept there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Hits {
+    pub(super) in_room: u64,
+    pub(super) all: u64,
+}
+
+/// An expert that shall have a room, and how much hotter it is than the one that leaves for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Swap {
+pub(super) struct Wanted {
     pub(super) layer: usize,
     pub(super) expert: usize,
-    pub(super) room: usize,
     pub(super) gain: f32,
 }
 
@@ -35,8 +43,7 @@ impl Heat {
             heat: vec![0.0; layers * experts],
             experts,
             unit: 1.0,
-            hits: 0,
-            all: 0,
+            hits: vec![Hits::default(); layers],
         }
     }
 
@@ -86,60 +93,73 @@ impl Heat {
         let each = self.heat.iter_mut().zip(counts).zip(before);
         for (i, ((heat, &now), before)) in each.enumerate() {
             let chosen = now.wrapping_sub(*before);
+            if chosen == 0 {
+                continue;
+            }
             *before = now;
+            if heat.is_infinite() {
+                continue; // a shared one, which nobody chooses
+            }
             // A prompt chooses hundreds of times at once, and must not outweigh a hundred steps.
             *heat += (1.0 + chosen as f32).log2() * self.unit;
-            self.all += u64::from(chosen);
-            self.hits += if in_room(i) { u64::from(chosen) } else { 0 };
+            let hits = &mut self.hits[i / self.experts];
+            hits.all += u64::from(chosen);
+            hits.in_room += if in_room(i) { u64::from(chosen) } else { 0 };
         }
     }
 
-    /// The hottest experts of a layer without a room that are hotter than the coolest with one, at most `most`, each
-    /// with the room of one of these. The layer has `experts`; `rooms` says which of them is in which room.
-    pub(super) fn swaps(
-        &self,
-        layer: usize,
-        experts: usize,
-        rooms: &[usize],
-        most: usize,
-    ) -> Vec<Swap> {
-        let heat = &self.heat[layer * self.experts..][..experts];
+    /// The heat of a layer's experts.
+    pub(super) fn of_layer(&self, layer: usize) -> &[f32] {
+        &self.heat[layer * self.experts..][..self.experts]
+    }
+
+    /// The hottest of a layer's `experts` that are neither in its `rooms` nor on their way there, and hotter than those that
+    /// would leave for them: at most as many as rooms are empty.
+    pub(super) fn wanted(&self, layer: usize, experts: usize, rooms: &LayerRooms) -> Vec<Wanted> {
+        let heat = &self.of_layer(layer)[..experts];
         let mut inside = vec![false; experts];
-        rooms.iter().for_each(|&e| inside[e] = true);
-        let mut swaps = Vec::new();
-        let mut taken = vec![false; rooms.len()];
-        for _ in 0..most {
+        let mut cool: Vec<f32> = Vec::new();
+        for (expert, _) in rooms.held() {
+            inside[expert] = true;
+            cool.push(heat[expert]);
+        }
+        let mut coming = 0;
+        for expert in rooms.coming() {
+            inside[expert] = true;
+            coming += 1;
+        }
+        cool.sort_unstable_by(f32::total_cmp);
+        let mut wanted = Vec::new();
+        // The coolest leave for those that are coming already.
+        for cool in cool.into_iter().skip(coming).take(rooms.empty()) {
             let outside = (0..experts).filter(|&e| !inside[e]);
             let hottest = outside.max_by(|&a, &b| heat[a].total_cmp(&heat[b]));
-            let free = (0..rooms.len()).filter(|&r| !taken[r]);
-            let coolest = free.min_by(|&a, &b| heat[rooms[a]].total_cmp(&heat[rooms[b]]));
-            let (Some(expert), Some(room)) = (hottest, coolest) else {
+            let Some((expert, gain)) = hottest.map(|e| (e, heat[e] - cool * MARGIN)) else {
                 break;
             };
-            let gain = heat[expert] - heat[rooms[room]] * MARGIN;
             if gain <= 0.0 {
                 break;
             }
-            (inside[expert], taken[room]) = (true, true);
-            swaps.push(Swap {
+            inside[expert] = true;
+            wanted.push(Wanted {
                 layer,
                 expert,
-                room,
                 gain,
             });
         }
-        swaps
+        wanted
     }
 
-    /// How many choices found their expert in a room, and how many there were.
-    pub(super) fn hits(&self) -> (u64, u64) {
-        (self.hits, self.all)
+    /// The hits of each layer.
+    pub(super) fn hits(&self) -> &[Hits] {
+        &self.hits
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::VecDeque;
     use std::path::Path;
 
     /// Experts that the tokens of a text choose, as published traces have them: about half of the choices repeat one
@@ -175,31 +195,99 @@ mod tests {
         all
     }
 
-    /// The share of choices that find their expert, when swaps take `delay` readings, and the swaps of a token.
-    fn replayed(all: &[Vec<usize>], experts: usize, rooms: usize, delay: usize) -> (f64, f64) {
+    /// Steps that are queued when the choices of one are known, and those after which an expert has come.
+    const QUEUED: usize = 2;
+    const COPIED: usize = 1;
+
+    /// Rooms that hold the first experts.
+    fn rooms_of_first(rooms: usize) -> LayerRooms {
+        let mut all = LayerRooms::new(rooms);
+        (0..LayerRooms::held_of(rooms)).for_each(|e| all.put(e, e));
+        all
+    }
+
+    /// The share of choices that find their expert, and the experts that move for a token.
+    fn replayed(all: &[Vec<usize>], experts: usize, rooms: usize) -> (f64, f64) {
         let mut heat = Heat::new(1, experts);
-        let mut rooms: Vec<usize> = (0..rooms).collect();
+        let mut rooms = rooms_of_first(rooms);
+        let table = |rooms: &LayerRooms| {
+            let mut table = vec![false; experts];
+            rooms.held().for_each(|(e, _)| table[e] = true);
+            table
+        };
+        let mut tables: VecDeque<_> = (0..QUEUED).map(|_| table(&rooms)).collect();
         let (mut counts, mut before) = (vec![0u32; experts], vec![0; experts]);
-        let mut coming: Vec<(usize, usize)> = Vec::new();
-        let mut swapped = 0;
+        // Rooms, and when they change.
+        let (mut coming, mut left) = (Vec::new(), Vec::new());
+        let mut moved = 0;
         for (at, chosen) in all.iter().enumerate() {
-            coming.retain(|&(when, _)| when > at);
-            let away: Vec<usize> = coming.iter().map(|c| c.1).collect();
-            chosen.iter().for_each(|&e| counts[e] += 1);
-            let here = |e: usize| rooms.contains(&e) && !away.contains(&e);
-            heat.take(&counts, &mut before, here);
-            if coming.is_empty() {
-                for swap in heat.swaps(0, experts, &rooms, 2) {
-                    rooms[swap.room] = swap.expert;
-                    coming.push((at + delay, swap.expert));
-                    swapped += 1;
+            left.retain(|&(when, room)| {
+                let passed = when <= at;
+                if passed {
+                    rooms.forget(room);
                 }
+                !passed
+            });
+            chosen.iter().for_each(|&e| counts[e] += 1);
+            let followed = tables.pop_front().unwrap();
+            heat.take(&counts, &mut before, |e| followed[e]);
+            coming.retain(|&(when, room)| {
+                let passed = when <= at;
+                if let Some(expert) = passed.then(|| rooms.arrive(room)).flatten() {
+                    moved += 1;
+                    let leaves = rooms.leave(heat.of_layer(0), expert);
+                    left.extend(leaves.map(|(_, room)| (at + QUEUED - 1, room)));
+                }
+                !passed
+            });
+            for wanted in heat.wanted(0, experts, &rooms) {
+                let room = rooms.fill(wanted.expert);
+                coming.extend(room.map(|room| (at + COPIED, room)));
             }
+            tables.push_back(table(&rooms));
         }
-        let (hits, choices) = heat.hits();
+        let hits = heat.hits()[0];
         let tokens = all.len() as f64;
-        assert_eq!(choices, (all.len() * all[0].len()) as u64);
-        (hits as f64 / choices as f64, f64::from(swapped) / tokens)
+        assert_eq!(hits.all, (all.len() * all[0].len()) as u64);
+        let found = hits.in_room as f64 / hits.all as f64;
+        (found, f64::from(moved) / tokens)
+    }
+
+    /// The share found if each expert that is missed had a room at once, in the place of the one that is last in `order` of
+    /// those there; `order` is called with a token's place in the text and an expert.
+    fn found_at_once(
+        all: &[Vec<usize>],
+        rooms: usize,
+        order: impl Fn(usize, usize) -> usize,
+    ) -> f64 {
+        let mut inside: Vec<usize> = (0..rooms).collect();
+        let mut found = 0;
+        for (at, chosen) in all.iter().enumerate() {
+            let (here, missed): (Vec<usize>, Vec<usize>) =
+                chosen.iter().partition(|e| inside.contains(e));
+            found += here.len();
+            inside.extend(missed);
+            inside.sort_by_key(|&e| order(at, e));
+            inside.truncate(rooms);
+        }
+        found as f64 / (all.len() * all[0].len()) as f64
+    }
+
+    /// What was chosen longest ago leaves, or what will not be chosen for longest, which no policy exceeds (Belady 1966,
+    /// <https://doi.org/10.1147/sj.52.0078>).
+    fn least_recent_and_best(all: &[Vec<usize>], rooms: usize) -> (f64, f64) {
+        let never = all.len() + 1;
+        let chosen = |at: &usize, expert: usize| all[*at].contains(&expert);
+        let ago = |at: usize, e: usize| {
+            let last = (0..=at).rev().find(|then| chosen(then, e));
+            last.map_or(never, |last| at - last)
+        };
+        let ahead = |at: usize, e: usize| {
+            let next = (at + 1..all.len()).find(|then| chosen(then, e));
+            next.unwrap_or(never)
+        };
+        let recent = found_at_once(all, rooms, ago);
+        (recent, found_at_once(all, rooms, ahead))
     }
 
     /// From this record `nq fit` computes speeds.
@@ -211,13 +299,24 @@ mod tests {
         let rows = record.lines().filter(|line| !line.starts_with('#')).skip(1);
         for row in rows {
             let row: Vec<f64> = row.split(',').map(|cell| cell.parse().unwrap()).collect();
-            let [rooms, _, hits, swaps] = row[..] else {
+            let [rooms, _, hits, swaps, recent, best] = row[..] else {
                 panic!("{row:?}");
             };
-            let found =
-                (1..4).map(|seed| replayed(&text(600, 128, 8, seed), 128, rooms as usize, 3));
-            let (all, moved) = found.fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-            let (found, moved) = (all / 3.0, moved / 3.0);
+            let mut means = [0.0; 4];
+            for text in (1..4).map(|seed| text(600, 128, 8, seed)) {
+                let (found, moved) = replayed(&text, 128, rooms as usize);
+                let others = least_recent_and_best(&text, rooms as usize);
+                let each = [found, moved, others.0, others.1];
+                means
+                    .iter_mut()
+                    .zip(each)
+                    .for_each(|(mean, one)| *mean += one / 3.0);
+            }
+            let [found, moved, at_once, most] = means;
+            assert!(
+                (at_once - recent).abs() < 6e-4 && (most - best).abs() < 6e-4,
+                "{rooms} rooms: {at_once:.3}, at most {most:.3}"
+            );
             assert!(
                 (found - hits).abs() < 6e-4,
                 "{rooms} rooms: {found:.3} found"
@@ -226,25 +325,43 @@ mod tests {
                 (moved - swaps).abs() < 6e-3,
                 "{rooms} rooms: {moved:.2} swaps"
             );
-            // The first experts, for good, would be found as often as there are rooms.
-            assert!(found >= rooms / 128.0 && moved < 0.8, "{rooms} rooms");
+            // The first experts, for good, would be found as often as there are rooms, and some are empty.
+            assert!(
+                found >= (rooms - 2.0) / 128.0 && moved < 0.8,
+                "{rooms} rooms"
+            );
         }
     }
 
     #[test]
-    fn swaps_are_of_the_hottest_and_the_coolest_and_never_of_one_that_is_kept() {
+    fn the_hottest_come_for_the_coolest_and_never_for_one_that_is_kept() {
         let mut heat = Heat::new(2, 6);
         heat.keep(1, 5);
         let counts = [0, 0, 0, 0, 0, 0, 9, 1, 0, 5, 3, 0];
         heat.take(&counts, &mut [0; 12], |_| false);
-        assert_eq!(heat.hits(), (0, 18));
-        assert!(heat.swaps(0, 6, &[0, 1], 6).is_empty());
-        let swaps = heat.swaps(1, 6, &[5, 1, 2], 6);
-        let found: Vec<_> = swaps.iter().map(|s| (s.layer, s.expert, s.room)).collect();
-        assert_eq!(found, [(1, 0, 2), (1, 3, 1)]);
-        assert_eq!(heat.swaps(1, 6, &[5, 1, 2], 1), swaps[..1]);
+        let hits = |all| Hits { in_room: 0, all };
+        assert_eq!(heat.hits(), [hits(0), hits(18)]);
+        assert!(heat.wanted(0, 6, &rooms_of_first(3)).is_empty());
+        // Experts 5, 1 and 2, and two rooms for others.
+        let mut rooms = LayerRooms::new(5);
+        [5, 1, 2]
+            .into_iter()
+            .enumerate()
+            .for_each(|(room, e)| rooms.put(room, e));
+        let experts = |wanted: Vec<Wanted>| wanted.iter().map(|w| w.expert).collect::<Vec<_>>();
+        assert_eq!(experts(heat.wanted(1, 6, &rooms)), [0, 3]);
+        let room = rooms.fill(0).unwrap();
+        assert_eq!(experts(heat.wanted(1, 6, &rooms)), [3]);
+        assert_eq!(rooms.arrive(room), Some(0));
+        assert_eq!(rooms.leave(heat.of_layer(1), 0), Some((2, 2)));
+        // The room that 2 has left is not empty yet.
+        assert_eq!((rooms.fill(3), rooms.fill(4)), (Some(4), None));
+        rooms.forget(2);
+        assert_eq!(rooms.fill(4), Some(2));
+        assert_eq!(rooms.arrive(4), Some(3));
+        assert_eq!(rooms.leave(heat.of_layer(1), 3), Some((1, 1)));
         // Of a layer with fewer experts, there are no others.
-        assert!(heat.swaps(1, 3, &[0, 1], 6).is_empty());
+        assert!(heat.wanted(1, 3, &rooms_of_first(3)).is_empty());
     }
 
     #[test]
@@ -264,17 +381,18 @@ mod tests {
         assert_eq!(again.values(3), values);
         assert_eq!(again.hottest(0, 4, 3), [3, 1, 2]);
         assert_eq!(again.hottest(1, 3, 2), [0, 1]);
-        assert_eq!(again.swaps(0, 4, &[0, 3], 2), heat_per_unit(&heat));
-    }
-
-    /// The swaps of [`heat_goes_on_where_it_was`], whose heat counts from the latest reading on.
-    fn heat_per_unit(heat: &Heat) -> Vec<Swap> {
-        let swaps = heat.swaps(0, 4, &[0, 3], 2).into_iter();
-        let gain = |swap: Swap| Swap {
-            gain: swap.gain / heat.unit,
-            ..swap
+        let wanted = |heat: &Heat| {
+            let mut rooms = LayerRooms::new(3);
+            [0, 3]
+                .into_iter()
+                .enumerate()
+                .for_each(|(room, e)| rooms.put(room, e));
+            let wanted = heat.wanted(0, 4, &rooms).into_iter();
+            wanted
+                .map(|w| (w.expert, w.gain / heat.unit))
+                .collect::<Vec<_>>()
         };
-        swaps.map(gain).collect()
+        assert_eq!(wanted(&again), wanted(&heat));
     }
 
     /// Counts start again at 0 after 2^32, and heat of long ago is forgotten.
@@ -283,13 +401,14 @@ mod tests {
         let mut heat = Heat::new(1, 2);
         let mut before = [u32::MAX - 1, 0];
         heat.take(&[2, 0], &mut before, |_| true);
-        assert_eq!((heat.hits(), before), ((4, 4), [2, 0]));
+        let hits = Hits { in_room: 4, all: 4 };
+        assert_eq!((heat.hits(), before), (&[hits][..], [2, 0]));
         for _ in 0..2000 {
             heat.take(&[2, 0], &mut before, |_| true);
         }
         heat.take(&[2, 1], &mut before, |_| true);
-        let swaps = heat.swaps(0, 2, &[0], 1);
-        assert_eq!(swaps.len(), 1, "{swaps:?}");
-        assert!(swaps[0].gain.is_finite());
+        let wanted = heat.wanted(0, 2, &rooms_of_first(2));
+        assert_eq!(wanted.len(), 1, "{wanted:?}");
+        assert!(wanted[0].gain.is_finite());
     }
 }

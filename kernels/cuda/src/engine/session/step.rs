@@ -112,6 +112,7 @@ impl CudaSession {
     /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
         STEPS.fetch_add(1, Ordering::Relaxed);
+        self.adapt_bank()?;
         if !self.adapted.runs.is_empty() {
             // Which rows have adapters changes from step to step.
             let kind = StepKind {
@@ -134,7 +135,7 @@ impl CudaSession {
         if let Some(graph) = self.graphs.recorded.get(&kind) {
             self.stream.run(graph)?;
         }
-        self.adapt_bank()
+        Ok(())
     }
 
     /// Once the stream is idle: while profiling, counts its work and drops the recordings.

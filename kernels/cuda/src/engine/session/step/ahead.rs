@@ -14,8 +14,8 @@ use std::time::Duration;
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
 /// Likewise of a model in a bank, whose steps take longer: an expert that is chosen gets a room when so many more have
-/// run.
-const AHEAD_OF_BANK: usize = 3;
+/// run, and one more for its copy.
+const AHEAD_OF_BANK: usize = 2;
 /// Draws are counted modulo this, a multiple of [`RING`], so that the count does not overflow.
 const DRAWS: u64 = 1 << 30;
 const _: () = assert!(DRAWS.is_multiple_of(RING as u64));
