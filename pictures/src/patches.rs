@@ -2,6 +2,7 @@
 
 use crate::resize::resize;
 use crate::{Header, Limits, Pixels, Result, decode};
+use crate::decode::check;
 use nq_model::vision::{CHANNELS, Grid, Patches, VisionConfig};
 use sha2::{Digest, Sha256};
 
@@ -48,10 +49,9 @@ pub fn patches(
 ) -> Result<Patches> {
     let grid = grid(&crate::header(bytes, limits)?, model, most_tokens);
     let patch = model.patch_size;
-    let picture = resize(decode(bytes, limits, stop)?, grid.w * patch, grid.h * patch);
-    if stop() {
-        return Err(crate::Error::Stopped);
-    }
+    let picture = decode(bytes, limits, stop)?;
+    let picture = resize(picture, grid.w * patch, grid.h * patch, stop)?;
+    check(stop)?;
     Ok(Patches {
         grid,
         digest: digest(&picture, model),

@@ -386,10 +386,14 @@ impl Tower for Halting {
         self.tower.encode_bytes(patches)
     }
 
-    fn encode(&self, patches: &Patches) -> nq_runtime::Result<ImageRows> {
+    fn encode_until(
+        &self,
+        patches: &Patches,
+        stop: &dyn Fn() -> bool,
+    ) -> nq_runtime::Result<ImageRows> {
         self.begun.send(()).unwrap();
         self.go.lock().unwrap().recv().unwrap();
-        self.tower.encode(patches)
+        self.tower.encode_until(patches, stop)
     }
 }
 
