@@ -277,7 +277,13 @@ fn work_ends_when_it_is_told_to() {
     let seen = |after: usize| {
         let asked = Cell::new(0);
         let stop = || asked.replace(asked.get() + 1) >= after;
-        let made = patches(&read("rgb-300x200.png"), &small(), 64, &Limits::default(), &stop);
+        let made = patches(
+            &read("rgb-300x200.png"),
+            &small(),
+            64,
+            &Limits::default(),
+            &stop,
+        );
         (made.map(|_| ()), asked.get())
     };
     let (made, all) = seen(usize::MAX);
@@ -285,7 +291,10 @@ fn work_ends_when_it_is_told_to() {
     assert!(all > 200, "asked {all} times");
     for after in (0..all).step_by(7) {
         let (made, asked) = seen(after);
-        assert!(matches!(made, Err(Error::Stopped)), "after {after} of {all}");
+        assert!(
+            matches!(made, Err(Error::Stopped)),
+            "after {after} of {all}"
+        );
         assert_eq!(asked, after + 1);
     }
 }

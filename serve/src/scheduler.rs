@@ -184,7 +184,11 @@ impl Pace {
         let decode = self.decode.unwrap_or(0.0);
         if decoding > 0 {
             let longer = rows > 0 && took > (1.0 + STEPS) * decode;
-            self.even = if longer { 0 } else { self.even.saturating_add(1) };
+            self.even = if longer {
+                0
+            } else {
+                self.even.saturating_add(1)
+            };
         }
         match (decoding, rows) {
             (0, 0) => {}
