@@ -192,7 +192,7 @@ def mtmd(nq, cli, model, folder, what, sides, rows, flags=("-ngl", "99"), before
 
 class Server:
     def __init__(self, nq, model, parallel):
-        command = [nq, "serve", model, "--device", "cuda", "--port", "0", "--bits", "4", "--ctx", "8192"]
+        command = [nq, "serve", model, "--device", "cuda", "--port", "0", "--bits", "4", "--ctx", "32768"]
         command += ["--parallel", str(parallel), "--draft", "none"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         for line in self.process.stderr:
@@ -234,7 +234,7 @@ class Server:
         """Reads chats until it is done, and tells when tokens came, and after how long."""
         times = []
         while not done.is_set():
-            with self.post(asked("Go on.", 4000, stream=True)) as answer:
+            with self.post(asked("Go on.", 30000, stream=True)) as answer:
                 last = None
                 for line in answer:
                     if not line.startswith(b"data: {"):
@@ -272,7 +272,7 @@ def beside(nq, model, rows):
             cases = {"alone": ([], None), "beside 16 prompts": (prompts, None)}
             cases |= {f"beside 16 images of {side}": (some, None) for side, some in images.items()}
             if parallel == 2:
-                threading.Thread(target=lambda: server.post(asked("On and on.", 7000, stream=True)).read(), daemon=True).start()
+                threading.Thread(target=lambda: server.post(asked("On and on.", 30000, stream=True)).read(), daemon=True).start()
                 cases = {"two chats alone": ([], 1), "two chats beside the encoding of images of 2048": (images[2048], 2.5)}
             for name, case in cases.items():
                 rows.append({"what": name, **server.gaps(*case)})

@@ -182,14 +182,6 @@ impl Pace {
     pub(crate) fn learn(&mut self, took: Duration, decoding: usize, rows: usize) {
         let took = took.as_secs_f64();
         let decode = self.decode.unwrap_or(0.0);
-        if decoding > 0 {
-            let longer = rows > 0 && took > (1.0 + STEPS) * decode;
-            self.even = if longer {
-                0
-            } else {
-                self.even.saturating_add(1)
-            };
-        }
         match (decoding, rows) {
             (0, 0) => {}
             (_, 0) => {
@@ -200,6 +192,17 @@ impl Pace {
             (_, rows) => self
                 .prompts
                 .learn(rows as f64, (took - decode).max(took / 4.0)),
+        }
+    }
+
+    /// Notes that a step beside `decoding` sequences was given so many rows of prompts.
+    pub(crate) fn given(&mut self, decoding: usize, rows: usize) {
+        if decoding > 0 {
+            let longer = rows > self.rows(decoding).some;
+            self.even = match longer {
+                true => 0,
+                false => self.even.saturating_add(1),
+            };
         }
     }
 
@@ -393,7 +396,10 @@ mod tests {
             let Rows { some, whole } = pace.rows(4);
             let rows = some.max(whole);
             long.extend((whole > 0).then_some(step));
-            pace.learn(ms(30 + 10 + rows as u64), 4, rows);
+            pace.given(4, rows);
+            // On a device that runs ahead, rows of prompts are work of their own.
+            pace.learn(ms(30), 4, 0);
+            pace.learn(ms(10 + rows as u64), 0, rows);
             // Without others, nobody waits.
             assert!(pace.rows(0).whole > 70);
         }
