@@ -373,3 +373,60 @@ fn eval_measures_chats_with_images() {
         );
     }
 }
+
+/// Rows of images are among what a model is calibrated on: other pixels give other weights. Chats that the model cannot
+/// read are refused by their line.
+#[test]
+fn calibration_sees_images() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("sees");
+    write(&model, tower);
+    let chats = home.path().join("chats.jsonl");
+    let quantize = |model: &str, place: &str, out: &str| {
+        let image = json!({"type": "image", "image": place});
+        let text = json!({"type": "text", "text": "What is it, and what colour has it?"});
+        let chat = json!({"messages": [{"role": "user", "content": [image, text]},
+            {"role": "assistant", "content": "Gray."}]});
+        std::fs::write(&chats, format!("{chat}\n{chat}\n")).unwrap();
+        let out = home.path().join(out);
+        let [file, calib] = [&out, &chats].map(|path| path.to_str().unwrap());
+        let asked = [
+            "quantize", model, "--out", file, "--calib", calib, "--method", "gptq",
+        ];
+        let rest = ["--bits", "4", "--no-measure", "--device", "cpu"];
+        let done = nq(home.path(), &[&asked[..], &rest].concat());
+        (done.status.success(), stderr(&done), out)
+    };
+    let model = model.to_str().unwrap();
+    let weights = |place: &str| {
+        let (done, said, out) = quantize(model, place, &format!("{place}.nq"));
+        assert!(done, "{said}");
+        std::fs::read(out).unwrap()
+    };
+    let light: Vec<u8> = bmp(64, 64).iter().map(|v| v | 0xc0).collect();
+    let light = [&bmp(64, 64)[..54], &light[54..]].concat();
+    std::fs::write(home.path().join("dark.bmp"), bmp(64, 64)).unwrap();
+    std::fs::write(home.path().join("light.bmp"), light).unwrap();
+    std::fs::copy(home.path().join("dark.bmp"), home.path().join("same.bmp")).unwrap();
+    let differ = |a: &[u8], b: &[u8]| a.iter().zip(b).filter(|(a, b)| a != b).count();
+    let dark = weights("dark.bmp");
+    let (same, light) = (weights("same.bmp"), weights("light.bmp"));
+    assert!(differ(&dark, &same) < 200, "{}", differ(&dark, &same));
+    assert!(differ(&dark, &light) > 2000, "{}", differ(&dark, &light));
+    for (model, place, expected) in [
+        (
+            model,
+            "none.bmp",
+            "line 1 of chats.jsonl: image \"none.bmp\"",
+        ),
+        (model, "../dark.bmp", "expected a path within"),
+        (
+            "demo",
+            "dark.bmp",
+            "line 1 of chats.jsonl: the model reads text alone",
+        ),
+    ] {
+        let (done, said, _) = quantize(model, place, "refused.nq");
+        assert!(!done && said.contains(expected), "{said}");
+    }
+}

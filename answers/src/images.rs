@@ -255,7 +255,7 @@ impl Sight {
         })
     }
 
-    /// The rows of an image: kept ones, or those that the tower makes now. `stop` ends decoding.
+    /// The rows of an image: kept ones, or those that the tower makes now. `stop` ends decoding and encoding.
     ///
     /// # Errors
     /// [`crate::Error::Image`] for a file that cannot be decoded, or not in time; errors of the tower.
@@ -265,9 +265,9 @@ impl Sight {
         }
         let decoding = locked(&self.decoding);
         let begun = Instant::now();
-        let stop = || stop() || begun.elapsed() > MOST_TIME;
+        let late = || stop() || begun.elapsed() > MOST_TIME;
         let (config, limits) = (&self.config, &self.options.limits);
-        let patches = nq_pictures::patches(&image.bytes, config, image.most, limits, &stop)?;
+        let patches = nq_pictures::patches(&image.bytes, config, image.most, limits, &late)?;
         drop(decoding);
         let mut tower = locked(&self.tower);
         // Another request may have brought the same one.
@@ -277,7 +277,11 @@ impl Sight {
         if stop() {
             return Err(nq_pictures::Error::Stopped.into());
         }
-        let rows = Arc::new(self.loaded(&mut tower)?.encode(&patches)?);
+        let made = self.loaded(&mut tower)?.encode_until(&patches, stop);
+        let rows = match made {
+            Err(nq_runtime::Error::Interrupted) => return Err(nq_pictures::Error::Stopped.into()),
+            made => Arc::new(made?),
+        };
         locked(&self.kept).put(image.key, &rows, self.options.kept);
         Ok(rows)
     }

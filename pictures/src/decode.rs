@@ -79,17 +79,27 @@ pub fn decode(bytes: &[u8], limits: &Limits, stop: &dyn Fn() -> bool) -> Result<
         });
     }
     let picture = DynamicImage::from_decoder(decoder);
-    if stop() {
-        return Err(Error::Stopped);
-    }
-    let mut picture = opaque(in_8_bits(picture.map_err(|e| refused(format, &e))?));
+    check(stop)?;
+    let picture = in_8_bits(picture.map_err(|e| refused(format, &e))?);
+    check(stop)?;
+    let mut picture = opaque(picture);
+    check(stop)?;
     picture.apply_orientation(orientation);
+    check(stop)?;
     let picture = picture.into_rgb8();
     Ok(Pixels {
         width: picture.width() as usize,
         height: picture.height() as usize,
         levels: picture.into_raw(),
     })
+}
+
+/// An error once `stop` says so: asked between steps that go over all pixels.
+pub(crate) fn check(stop: &dyn Fn() -> bool) -> Result<()> {
+    match stop() {
+        true => Err(Error::Stopped),
+        false => Ok(()),
+    }
 }
 
 struct OpenedPicture<'a> {

@@ -1,8 +1,10 @@
 //! The size that a model takes a picture in, and the patches that it is cut into.
 
+use crate::decode::check;
 use crate::resize::resize;
 use crate::{Header, Limits, Pixels, Result, decode};
 use nq_model::vision::{CHANNELS, Grid, Patches, VisionConfig};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 /// What a digest begins with; it changes with the values that are made of a file.
@@ -48,15 +50,11 @@ pub fn patches(
 ) -> Result<Patches> {
     let grid = grid(&crate::header(bytes, limits)?, model, most_tokens);
     let patch = model.patch_size;
-    let picture = resize(decode(bytes, limits, stop)?, grid.w * patch, grid.h * patch);
-    if stop() {
-        return Err(crate::Error::Stopped);
-    }
-    Ok(Patches {
-        grid,
-        digest: digest(&picture, model),
-        rows: rows(&picture, grid, model),
-    })
+    let picture = decode(bytes, limits, stop)?;
+    let picture = resize(picture, grid.w * patch, grid.h * patch, stop)?;
+    check(stop)?;
+    let (digest, rows) = rayon::join(|| digest(&picture, model), || rows(&picture, grid, model));
+    Ok(Patches { grid, digest, rows })
 }
 
 /// Tells files and the sizes in which they are seen apart, before anything is decoded.
@@ -70,27 +68,31 @@ pub fn key(bytes: &[u8], grid: Grid) -> [u8; 32] {
 }
 
 fn rows(picture: &Pixels, grid: Grid, model: &VisionConfig) -> Vec<f32> {
-    let patch = model.patch_size;
+    let (patch, of_channel) = (model.patch_size, model.patch_values() / CHANNELS);
     let values: [Vec<f32>; CHANNELS] = std::array::from_fn(|c| {
         let (mean, std) = (model.pixels.mean[c] * 255.0, model.pixels.std[c] * 255.0);
         (0..=255u8)
             .map(|level| (f32::from(level) - mean) / std)
             .collect()
     });
-    let mut rows = Vec::with_capacity(grid.patches() * model.patch_values());
-    for (y, x) in grid.places(model.spatial_merge_size) {
-        for (channel, values) in values.iter().enumerate() {
-            let begin = rows.len();
-            for line in y * patch..(y + 1) * patch {
-                let first = (line * picture.width + x * patch) * CHANNELS + channel;
-                let levels = picture.levels[first..].iter().step_by(CHANNELS);
-                rows.extend(levels.take(patch).map(|&l| values[usize::from(l)]));
+    let places: Vec<(usize, usize)> = grid.places(model.spatial_merge_size).collect();
+    let mut rows = vec![0.0; grid.patches() * model.patch_values()];
+    let each = rows.par_chunks_exact_mut(model.patch_values());
+    each.zip(places).for_each(|(row, (y, x))| {
+        for (c, (row, values)) in row.chunks_exact_mut(of_channel).zip(&values).enumerate() {
+            let (first, others) = row.split_at_mut(patch * patch);
+            for (line, to) in first.chunks_exact_mut(patch).enumerate() {
+                let at = ((y * patch + line) * picture.width + x * patch) * CHANNELS;
+                let levels = picture.levels[at..at + patch * CHANNELS].as_chunks::<CHANNELS>();
+                for (to, level) in to.iter_mut().zip(levels.0) {
+                    *to = values[usize::from(level[c])];
+                }
             }
             // A picture that does not move: every frame is the first.
-            let end = rows.len();
-            (1..model.temporal_patch_size).for_each(|_| rows.extend_from_within(begin..end));
+            let others = others.chunks_exact_mut(patch * patch);
+            others.for_each(|other| other.copy_from_slice(first));
         }
-    }
+    });
     rows
 }
 

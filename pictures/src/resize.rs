@@ -1,7 +1,8 @@
 //! Bicubic resizing with antialias, as torchvision does it for 8-bit pictures: rows of pixels are made wide first,
 //! then columns high, with 8 bits between and weights in fixed point. Pillow's differ by their 22 bits of weights.
 
-use crate::Pixels;
+use crate::decode::check;
+use crate::{Pixels, Result};
 use nq_model::vision::CHANNELS;
 
 /// The cubic's sharpness, as Pillow and torch have it for pictures.
@@ -15,24 +16,30 @@ struct Taps {
     weights: Vec<i16>,
 }
 
-/// `picture` in `width` by `height` pixels, whatever its proportions.
-pub(crate) fn resize(picture: Pixels, width: usize, height: usize) -> Pixels {
+/// `picture` in `width` by `height` pixels, whatever its proportions. `stop` is asked row by row.
+pub(crate) fn resize(
+    picture: Pixels,
+    width: usize,
+    height: usize,
+    stop: &dyn Fn() -> bool,
+) -> Result<Pixels> {
     let wide = if width == picture.width {
         picture
     } else {
-        across(&picture, width)
+        across(&picture, width, stop)?
     };
     if height == wide.height {
-        return wide;
+        return Ok(wide);
     }
-    down(&wide, height)
+    down(&wide, height, stop)
 }
 
 /// Every row in `width` pixels.
-fn across(picture: &Pixels, width: usize) -> Pixels {
+fn across(picture: &Pixels, width: usize, stop: &dyn Fn() -> bool) -> Result<Pixels> {
     let (taps, bits) = taps(picture.width, width);
     let mut levels = Vec::with_capacity(picture.height * width * CHANNELS);
     for row in picture.levels.chunks_exact(picture.width * CHANNELS) {
+        check(stop)?;
         for Taps { first, weights } in &taps {
             let mut sums = [1 << (bits - 1); CHANNELS];
             for (pixel, &weight) in row[first * CHANNELS..].chunks_exact(CHANNELS).zip(weights) {
@@ -43,20 +50,21 @@ fn across(picture: &Pixels, width: usize) -> Pixels {
             levels.extend(sums.map(|sum| (sum >> bits).clamp(0, 255) as u8));
         }
     }
-    Pixels {
+    Ok(Pixels {
         width,
         height: picture.height,
         levels,
-    }
+    })
 }
 
 /// Every column in `height` pixels.
-fn down(picture: &Pixels, height: usize) -> Pixels {
+fn down(picture: &Pixels, height: usize, stop: &dyn Fn() -> bool) -> Result<Pixels> {
     let (taps, bits) = taps(picture.height, height);
     let row = picture.width * CHANNELS;
     let mut levels = Vec::with_capacity(row * height);
     let mut sums = vec![0i32; row];
     for Taps { first, weights } in &taps {
+        check(stop)?;
         sums.fill(1 << (bits - 1));
         for (line, &weight) in picture.levels[first * row..].chunks_exact(row).zip(weights) {
             for (sum, &level) in sums.iter_mut().zip(line) {
@@ -65,11 +73,11 @@ fn down(picture: &Pixels, height: usize) -> Pixels {
         }
         levels.extend(sums.iter().map(|sum| (sum >> bits).clamp(0, 255) as u8));
     }
-    Pixels {
+    Ok(Pixels {
         width: picture.width,
         height,
         levels,
-    }
+    })
 }
 
 /// Weights for `to` pixels out of `from`, and the number of bits that they are scaled by: as many as the largest

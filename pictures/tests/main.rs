@@ -4,6 +4,7 @@ mod hostile;
 
 use nq_model::vision::{Grid, ImageTokens, PixelSpec, VisionConfig};
 use nq_pictures::{Error, Header, Limits, PictureFormat, decode, grid, header, patches};
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 const NEVER: &dyn Fn() -> bool = &|| false;
@@ -272,6 +273,30 @@ fn formats_are_told_by_content() {
 fn work_ends_when_it_is_told_to() {
     let stopped = decode(&read("rgb-300x200.png"), &Limits::default(), &|| true);
     assert!(matches!(stopped, Err(Error::Stopped)));
+    // Whichever question is the first that is answered so, it is the last: of those between rows of resizing, too.
+    let seen = |after: usize| {
+        let asked = Cell::new(0);
+        let stop = || asked.replace(asked.get() + 1) >= after;
+        let made = patches(
+            &read("rgb-300x200.png"),
+            &small(),
+            64,
+            &Limits::default(),
+            &stop,
+        );
+        (made.map(|_| ()), asked.get())
+    };
+    let (made, all) = seen(usize::MAX);
+    made.expect("patches");
+    assert!(all > 200, "asked {all} times");
+    for after in (0..all).step_by(7) {
+        let (made, asked) = seen(after);
+        assert!(
+            matches!(made, Err(Error::Stopped)),
+            "after {after} of {all}"
+        );
+        assert_eq!(asked, after + 1);
+    }
 }
 
 #[test]

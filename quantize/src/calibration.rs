@@ -10,7 +10,11 @@ use nq_formats::{Files, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_model::ModelConfig;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
-use nq_runtime::{ChatTemplate, Engine, Message, SamplingParams, SessionSpec, Tokenizer};
+use nq_runtime::images::SequenceImages;
+use nq_runtime::{
+    ChatTemplate, Engine, Hidden, ImagePrompt, Message, PlacedImage, SamplingParams, SessionSpec,
+    Tokenizer,
+};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
@@ -18,10 +22,10 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Most tokens of a calibration sequence.
-pub(crate) const SEQUENCE: usize = 512;
+pub const SEQUENCE: usize = 512;
 
 /// Calibration tokens of a model that is quantized fast: a small one, or on a GPU.
-pub(crate) const CALIBRATION_TOKENS: usize = 32_768;
+pub const CALIBRATION_TOKENS: usize = 32_768;
 /// Least calibration tokens by default, if no input is wider.
 const LEAST_TOKENS: usize = 8192;
 /// Tokens times parameters that larger models are calibrated on by default.
@@ -42,21 +46,30 @@ pub(crate) fn default_tokens(config: &ModelConfig) -> usize {
 }
 
 /// Source of calibration text.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum CalibrationSource {
     /// Sampled from the model.
     SelfSampled,
     /// A .txt file, or a .jsonl file of objects with `text` or `messages`.
     File(PathBuf),
+    /// Chats with images as the model reads them: each is a sequence.
+    Prompts {
+        /// The name of their file.
+        name: String,
+        /// Their tokens, and rows of images as the model's own tower makes them.
+        prompts: Vec<ImagePrompt>,
+    },
 }
 
-/// Sequences of token ids, all of the same length.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// Sequences of token ids: of one length if they are text, and of up to this length if they hold images.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sequences {
     /// `self` or a file name.
     pub name: String,
     /// The ids.
     pub ids: Vec<Vec<u32>>,
+    /// The images of each sequence; empty if none has any.
+    pub images: Vec<Vec<PlacedImage>>,
 }
 
 impl Sequences {
@@ -65,15 +78,25 @@ impl Sequences {
         self.ids.iter().map(Vec::len).sum()
     }
 
-    /// SHA-256 over all ids as little-endian u32.
+    /// SHA-256 over all ids as little-endian u32, and digests of images.
     pub(crate) fn sha256(&self) -> String {
-        let bytes: Vec<u8> = self
-            .ids
-            .iter()
-            .flatten()
-            .flat_map(|i| i.to_le_bytes())
-            .collect();
+        let ids = self.ids.iter().flatten().flat_map(|i| i.to_le_bytes());
+        let seen = self.images.iter().flatten();
+        let bytes: Vec<u8> = ids.chain(seen.flat_map(|p| p.image.digest)).collect();
         hash::sha256_hex(&bytes)
+    }
+
+    /// Puts the rows of images in the places of their tokens in `hidden`, the embeddings of all ids.
+    ///
+    /// # Errors
+    /// Rows of another width.
+    pub(crate) fn show(&self, hidden: Hidden) -> Result<Hidden> {
+        if self.images.is_empty() {
+            return Ok(hidden);
+        }
+        let width = hidden.data.len() / self.tokens().max(1);
+        let placed = self.images.iter().map(|p| SequenceImages::new(p, width));
+        Ok(hidden.showing(placed.collect::<nq_runtime::Result<_>>()?)?)
     }
 
     /// Their description for a file's record.
@@ -220,6 +243,7 @@ pub(crate) fn sample(
     Ok(Sequences {
         name: "self".into(),
         ids: ids?,
+        images: Vec::new(),
     })
 }
 
@@ -249,6 +273,10 @@ pub fn read(path: &Path, prompter: &Prompter, n: usize, length: usize) -> Result
                     TextLine::Text { text } => {
                         tokens.push(prompter.document);
                         tokens.extend(prompter.tokenizer.encode(&text)?);
+                    }
+                    TextLine::Chat { messages, .. } if messages.iter().any(holds_image) => {
+                        let why = "an image: only `nq quantize --calib` reads those";
+                        return Err(fail(format!("line {}: {why}", i + 1)));
                     }
                     TextLine::Chat { messages, tools } => {
                         let template = prompter.template.as_ref().ok_or_else(|| {
@@ -292,7 +320,54 @@ pub fn read(path: &Path, prompter: &Prompter, n: usize, length: usize) -> Result
     Ok(Sequences {
         name: name.to_string_lossy().into_owned(),
         ids,
+        images: Vec::new(),
     })
+}
+
+/// A sequence of each prompt, of its first `length` tokens at most, and of as many prompts as have `tokens` tokens
+/// together. An image that would be cut is left out with what stands behind it.
+///
+/// # Errors
+/// [`Error::Text`] if no image is whole in its sequence.
+pub(crate) fn seen(
+    name: &str,
+    prompts: &[ImagePrompt],
+    tokens: usize,
+    length: usize,
+) -> Result<Sequences> {
+    let mut found = Sequences {
+        name: name.into(),
+        ..Sequences::default()
+    };
+    for prompt in prompts {
+        if found.tokens() >= tokens {
+            break;
+        }
+        let room = length.min(prompt.ids().len());
+        let cut = prompt.images().iter().find(|image| image.end() > room);
+        let end = cut.map_or(room, |image| image.at.min(room));
+        if end > 0 {
+            let whole = prompt.images().iter().filter(|image| image.end() <= end);
+            found.images.push(whole.cloned().collect());
+            found.ids.push(prompt.ids()[..end].to_vec());
+        }
+    }
+    if found.images.iter().all(Vec::is_empty) {
+        return Err(Error::Text {
+            path: name.into(),
+            why: format!(
+                "expected an image within the first {length} tokens of a chat, found none"
+            ),
+        });
+    }
+    Ok(found)
+}
+
+/// True if one of the parts of a message is an image.
+pub fn holds_image(message: &Message) -> bool {
+    let parts = message.content.as_array().into_iter().flatten();
+    let mut kinds = parts.filter_map(|part| part["type"].as_str());
+    kinds.any(|kind| ["image", "image_url"].contains(&kind))
 }
 
 /// A line of a .jsonl file.
@@ -345,6 +420,9 @@ mod tests {
     use super::*;
     use nq_formats::Checkpoint;
     use nq_model::Preset;
+    use nq_model::vision::ImageTokens;
+    use nq_runtime::ImageRows;
+    use std::sync::Arc;
 
     fn demo() -> Files {
         let root = nq_testkit::demo();
@@ -457,7 +535,50 @@ mod tests {
         check("b.txt", &[0xff; 100], "expected UTF-8");
         check("c.csv", b"a,b", "expected a .txt or .jsonl file");
         check("d.jsonl", b"{\"text\": \"a\"}\n{\"txt\": 1}\n", "line 2");
+        let seen =
+            r#"{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}"#;
+        check("e.jsonl", seen.as_bytes(), "line 1: an image");
         let missing = read(&dir.path().join("no.txt"), &p, 4, 16).unwrap_err();
         assert!(missing.to_string().contains("no.txt"));
+    }
+
+    /// Chats are cut to the length of a sequence, and an image that would be cut goes with what is behind it.
+    #[test]
+    fn chats_with_images_are_sequences_of_their_own() {
+        let tokens = ImageTokens {
+            pad: 1,
+            start: 2,
+            end: 3,
+        };
+        let image = |digest| ImageRows {
+            rows: vec![0.5; 4 * 8],
+            height: 2,
+            width: 2,
+            digest: [digest; 32],
+        };
+        let prompt = |before: usize, digest| {
+            let ids = [&vec![7; before][..], &[2, 1, 1, 1, 1, 3], &[8; 4]].concat();
+            let image = Arc::new(image(digest));
+            let at = before + 1;
+            ImagePrompt::new(ids, vec![PlacedImage { at, image }], tokens).unwrap()
+        };
+        let all = [prompt(3, 1), prompt(11, 2), prompt(2, 3)];
+        let found = seen("c.jsonl", &all, 100, 10).unwrap();
+        let lengths: Vec<usize> = found.ids.iter().map(Vec::len).collect();
+        assert_eq!(lengths, [10, 10, 10]);
+        let images: Vec<usize> = found.images.iter().map(Vec::len).collect();
+        assert_eq!(images, [1, 0, 1]);
+        let found = seen("c.jsonl", &all, 11, 14).unwrap();
+        assert_eq!(found.ids, [all[0].ids(), &all[1].ids()[..12]]);
+        assert_eq!(found.images[1], []);
+        let other = seen("c.jsonl", &[prompt(3, 9)], 11, 14).unwrap();
+        let first = seen("c.jsonl", &all[..1], 11, 14).unwrap();
+        assert_eq!(other.ids, first.ids);
+        assert_ne!(other.sha256(), first.sha256());
+        let error = seen("c.jsonl", &all[1..2], 11, 14).unwrap_err().to_string();
+        assert!(
+            error.contains("c.jsonl: expected an image within"),
+            "{error}"
+        );
     }
 }

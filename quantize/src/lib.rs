@@ -47,7 +47,7 @@ mod streamed;
 pub mod train;
 pub mod trellis;
 
-pub use calibration::CalibrationSource;
+pub use calibration::{CALIBRATION_TOKENS, CalibrationSource, SEQUENCE, holds_image};
 pub use device_memory::DeviceEstimate;
 pub use error::{Error, Result};
 pub use fit::Fit;

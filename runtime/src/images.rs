@@ -40,6 +40,11 @@ impl SequenceImages {
         })
     }
 
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.placed.is_empty()
+    }
+
     /// Makes these the images of `slot` in `there`, which has those of each slot.
     ///
     /// # Errors

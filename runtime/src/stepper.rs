@@ -3,6 +3,7 @@
 
 use crate::checks::{check_finite, check_tokens};
 use crate::error::{Error, Result};
+use crate::images::SequenceImages;
 use crate::interface::Observer;
 use crate::models::{Ending, LayerWeights};
 use nq_formats::Weight;
@@ -21,6 +22,8 @@ pub struct Hidden {
     pub lengths: Vec<usize>,
     /// The tokens of all rows, for layers with a table of n-grams.
     pub tokens: Vec<u32>,
+    /// The images of each sequence; empty if none has any.
+    pub images: Vec<SequenceImages>,
 }
 
 impl Hidden {
@@ -46,7 +49,45 @@ impl Hidden {
             data,
             lengths: sequences.iter().map(Vec::len).collect(),
             tokens,
+            images: Vec::new(),
         })
+    }
+
+    /// Puts the rows of `images` of each sequence in the places of its tokens; those of further levels are added behind
+    /// the first layers ([`Stepper`]).
+    ///
+    /// # Errors
+    /// [`Error::Request`] unless there are images for each sequence, of the width of its one stream.
+    pub fn showing(mut self, images: Vec<SequenceImages>) -> Result<Self> {
+        let rows = self.lengths.iter().sum::<usize>().max(1);
+        let width = self.data.len() / rows;
+        let fits = |images: &SequenceImages| images.is_empty() || images.hidden() == width;
+        if images.len() != self.lengths.len() || !images.iter().all(fits) {
+            return Err(Error::Request {
+                what: "images of sequences",
+                expected: format!("{} of rows of {width} values", self.lengths.len()),
+                found: images.len().to_string(),
+            });
+        }
+        self.images = images;
+        self.add_images(0);
+        Ok(self)
+    }
+
+    /// Puts rows of images at `level` in their places, or from the first level on adds them to what is there.
+    fn add_images(&mut self, level: usize) {
+        let mut row = 0;
+        for (images, &len) in self.images.iter().zip(&self.lengths) {
+            for (index, values) in images.rows(0..len, level) {
+                let at = (row + index) * images.hidden();
+                let to = &mut self.data[at..at + values.len()];
+                match level {
+                    0 => to.copy_from_slice(values),
+                    _ => to.iter_mut().zip(values).for_each(|(x, v)| *x += v),
+                }
+            }
+            row += len;
+        }
     }
 
     /// Checks that the stream has the number of rows given by its lengths, each of a token and `width` values.
@@ -222,12 +263,14 @@ pub struct Cut {
 }
 
 /// Rows that go through a layer together.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub struct LayerPiece {
     /// First row in the residual stream.
     row: usize,
     /// `(position, rows)` of consecutive sequences, or of a part of a long one.
     pub chunks: Vec<(usize, usize)>,
+    /// The images of its sequence, which is then the only one.
+    pub images: SequenceImages,
 }
 
 impl LayerPiece {
@@ -242,11 +285,15 @@ impl LayerPiece {
     }
 }
 
-/// Cuts sequences into pieces.
-pub fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
+/// Cuts sequences, with these images if they have any, into pieces.
+pub fn plan(lengths: &[usize], images: &[SequenceImages], cut: Cut) -> Vec<LayerPiece> {
     let mut pieces: Vec<LayerPiece> = Vec::new();
     let (mut row, mut room) = (0, 0);
-    for &len in lengths.iter().filter(|&&len| len > 0) {
+    for (i, &len) in lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
+        let images = images.get(i).filter(|images| !images.is_empty());
+        if images.is_some() {
+            room = 0;
+        }
         match pieces.last_mut() {
             Some(p) if len <= room && !(cut.alike && p.chunks[0].1 != len) => {
                 p.chunks.push((0, len));
@@ -257,8 +304,12 @@ pub fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
                 pieces.extend((0..len).step_by(part).map(|start| LayerPiece {
                     row: row + start,
                     chunks: vec![(start, part.min(len - start))],
+                    images: images.cloned().unwrap_or_default(),
                 }));
-                room = cut.rows.saturating_sub(len);
+                room = match images {
+                    Some(_) => 0,
+                    None => cut.rows.saturating_sub(len),
+                };
             }
         }
         row += len;
@@ -273,7 +324,7 @@ impl<D: LayerDevice> Stepper<D> {
     /// Cuts the stream into pieces and makes room for each.
     fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<LayerPiece>> {
         hidden.check(self.0.config().stream_width())?;
-        let pieces = plan(&hidden.lengths, self.0.cut());
+        let pieces = plan(&hidden.lengths, &hidden.images, self.0.cut());
         self.0.reserve(&pieces)?;
         Ok(pieces)
     }
@@ -312,7 +363,9 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
             let x = &mut hidden.data[piece.values(h)];
             let piece = (piece, &hidden.tokens[piece.values(1)]);
             self.run((index, &layer), piece, x, observer)
-        })
+        })?;
+        hidden.add_images(index + 1);
+        Ok(())
     }
 
     fn observe(
@@ -351,7 +404,10 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Cut, plan};
+    use super::{Cut, Hidden, plan};
+    use crate::images::SequenceImages;
+    use crate::interface::{ImageRows, PlacedImage};
+    use std::sync::Arc;
 
     const ROWS: usize = 512;
 
@@ -367,7 +423,7 @@ mod tests {
             vec![7, 2 * ROWS + 5, 5, 9, ROWS / 2, ROWS / 2 + 1],
         ] {
             for alike in [false, true] {
-                let pieces = plan(&lengths, Cut { rows: ROWS, alike });
+                let pieces = plan(&lengths, &[], Cut { rows: ROWS, alike });
                 let mut next = 0;
                 for p in &pieces {
                     assert_eq!(p.row, next, "{lengths:?}");
@@ -386,5 +442,53 @@ mod tests {
                 assert_eq!(next, lengths.iter().sum::<usize>(), "{lengths:?}");
             }
         }
+    }
+
+    /// Sequences with images are pieces of their own; rows of the first level take places, others are added.
+    #[test]
+    fn images_keep_their_sequences_apart() {
+        let image = |rows: Vec<f32>| {
+            let image = ImageRows {
+                rows,
+                height: 1,
+                width: 2,
+                digest: [0; 32],
+            };
+            let placed = PlacedImage {
+                at: 1,
+                image: Arc::new(image),
+            };
+            SequenceImages::new(&[placed], 2).unwrap()
+        };
+        let none = SequenceImages::default;
+        let seen = image((1..=8).map(|v| v as f32).collect());
+        let images = vec![none(), seen.clone(), none(), none()];
+        for alike in [false, true] {
+            let pieces = plan(&[4, 4, 4, 4], &images, Cut { rows: 16, alike });
+            let chunks: Vec<usize> = pieces.iter().map(|p| p.chunks.len()).collect();
+            assert_eq!(chunks, [1, 1, 2]);
+            let with: Vec<bool> = pieces.iter().map(|p| !p.images.is_empty()).collect();
+            assert_eq!(with, [false, true, false]);
+        }
+        let text = Hidden {
+            data: vec![10.0; 16],
+            lengths: vec![4, 4],
+            tokens: vec![0; 8],
+            images: Vec::new(),
+        };
+        let mut hidden = text.clone().showing(vec![none(), seen]).unwrap();
+        assert_eq!(
+            hidden.data[8..],
+            [10.0, 10.0, 1.0, 2.0, 3.0, 4.0, 10.0, 10.0]
+        );
+        hidden.add_images(1);
+        assert_eq!(
+            hidden.data[8..],
+            [10.0, 10.0, 6.0, 8.0, 10.0, 12.0, 10.0, 10.0]
+        );
+        hidden.add_images(2);
+        assert_eq!(hidden.data[..8], [10.0; 8]);
+        let error = text.showing(vec![none()]).unwrap_err();
+        assert!(error.to_string().contains("images of sequences"), "{error}");
     }
 }

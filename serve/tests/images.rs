@@ -4,12 +4,14 @@ use crate::common::{CHAT, MESSAGES, RESPONSES, Running, demo, sees, user, with};
 use nq_answers::images::message_with_images;
 use nq_model::vision::{Patches, VisionConfig};
 use nq_runtime::{ImageRows, Tower};
-use nq_serve::EngineOptions;
 use nq_serve::protocol::reading::Rules;
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
+use std::io::Write;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// A file of the pictures that nq-pictures is tested with.
 fn file(name: &str) -> Vec<u8> {
@@ -386,10 +388,14 @@ impl Tower for Halting {
         self.tower.encode_bytes(patches)
     }
 
-    fn encode(&self, patches: &Patches) -> nq_runtime::Result<ImageRows> {
+    fn encode_until(
+        &self,
+        patches: &Patches,
+        stop: &dyn Fn() -> bool,
+    ) -> nq_runtime::Result<ImageRows> {
         self.begun.send(()).unwrap();
         self.go.lock().unwrap().recv().unwrap();
-        self.tower.encode(patches)
+        self.tower.encode_until(patches, stop)
     }
 }
 
@@ -417,4 +423,64 @@ fn others_are_answered_while_images_are_encoded() {
         let looked = looking.join().unwrap();
         assert!(looked["usage"]["completion_tokens"].as_u64() > Some(0));
     });
+}
+
+/// A tower that says when it begins with an image, and when it was told to stop.
+struct Leaving {
+    tower: Arc<dyn Tower>,
+    begun: Sender<()>,
+    stopped: Sender<()>,
+}
+
+impl Tower for Leaving {
+    fn config(&self) -> &VisionConfig {
+        self.tower.config()
+    }
+
+    fn encode_bytes(&self, patches: usize) -> usize {
+        self.tower.encode_bytes(patches)
+    }
+
+    fn encode_until(
+        &self,
+        _patches: &Patches,
+        stop: &dyn Fn() -> bool,
+    ) -> nq_runtime::Result<ImageRows> {
+        self.begun.send(()).unwrap();
+        while !stop() {
+            std::thread::yield_now();
+        }
+        self.stopped.send(()).unwrap();
+        Err(nq_runtime::Error::Interrupted)
+    }
+}
+
+/// The tower is told when a client has left, which is known before the first sign of life is due.
+#[test]
+fn work_on_images_stops_when_a_client_has_left() {
+    let (begun, begins) = channel();
+    let (stopped, stops) = channel();
+    let model = sees::seeing_by(EngineOptions::default(), move |tower| {
+        let (begun, stopped) = (begun.clone(), stopped.clone());
+        Arc::new(Leaving {
+            tower,
+            begun,
+            stopped,
+        })
+    });
+    let limits = HttpLimits {
+        keep_alive: Duration::from_secs(3600),
+        ..HttpLimits::default()
+    };
+    let server = Running::over(model, Security::default(), limits);
+    let body = asked(json!([seen(&["gray.png"], "Look.")])).to_string();
+    let mut client = server.connect();
+    let head = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    client.write_all((head + &body).as_bytes()).unwrap();
+    begins.recv().unwrap();
+    drop(client);
+    stops.recv().unwrap();
 }

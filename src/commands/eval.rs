@@ -1,6 +1,6 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-mod images;
+pub(super) mod images;
 
 use crate::adapters;
 use crate::flags::{Global, arguments, conflict, parse_kv};
@@ -10,6 +10,7 @@ use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use images::{ChatReader, SeenBy, SeenTexts};
+use nq_answers::SightOptions;
 use nq_evals::render::{
     self, Document, Reference, Section, WorstLine, depth_kld_cell, errors_line, protocol_line,
     verdicts,
@@ -241,7 +242,10 @@ fn load(
     model::note_growth(checkpoint, terminal);
     let engine = adapters::load(checkpoint, &beside, options, terminal)
         .with_context(|| model.source.clone())?;
-    let reader = chats.then(|| ChatReader::new(checkpoint, options, terminal));
+    let reader = chats.then(|| {
+        let tokens = SightOptions::default().tokens;
+        ChatReader::new(checkpoint, options, tokens, terminal)
+    });
     let reader = reader.transpose()?;
     Ok(EvalModel {
         model,

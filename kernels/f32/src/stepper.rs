@@ -200,10 +200,20 @@ impl<O: LayerOps> FullPrecision<O> {
         let room = (self.room.as_mut()).expect("room was made for every piece");
         ops.write(&mut room.x, x)?;
         let shape = (piece.chunks.len(), piece.chunks[0].1);
+        // A piece with images is one sequence, whose tokens do not stand one behind the other.
+        let (c, order) = (&self.config, Turned::new(&self.config));
+        if !piece.images.is_empty() {
+            let placed = order.pairs_among(c, &piece.images, shape.1);
+            ops.write(&mut room.work.cos_sin, placed.as_flattened())?;
+        }
         let work = (&mut room.work, &mut room.tape);
         Pass::new(ops, work, shape, (&room.x, &mut room.out), shown)
             .through_every_expert(every_expert)
             .run(layer)?;
+        if !piece.images.is_empty() {
+            let table = order.pairs(c, room.seq);
+            ops.write(&mut room.work.cos_sin, table.as_flattened())?;
+        }
         Ok(&room.out)
     }
 
@@ -521,7 +531,7 @@ mod tests {
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
             let mut rows = RowCounter(0);
-            let pieces = nq_runtime::stepper::plan(&a.lengths, own.0.cut());
+            let pieces = nq_runtime::stepper::plan(&a.lengths, &[], own.0.cut());
             own.0.reserve(&pieces).unwrap();
             let layer = (index, &weights);
             let sums = own.0.sums(layer, &a, &pieces, &mut rows).unwrap();
@@ -560,6 +570,7 @@ mod tests {
             data: vec![f32::NAN; 2 * config.hidden_size],
             lengths: vec![2],
             tokens: vec![0; 2],
+            images: Vec::new(),
         };
         let mut own = Stepper(FullPrecision::new(CpuOps, config, 64));
         let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();

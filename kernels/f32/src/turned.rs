@@ -5,6 +5,7 @@
 //! and keys, and norms of heads, do not depend on the order.
 
 use nq_model::ModelConfig;
+use nq_runtime::images::SequenceImages;
 use nq_runtime::rope::Rotary;
 
 /// The order of the values of a head.
@@ -60,8 +61,29 @@ impl Turned {
 
     /// Pairs of cosine and sine for the first `positions` positions, `[positions, dim / 2]`.
     pub fn pairs(self, c: &ModelConfig, positions: usize) -> Vec<[f32; 2]> {
+        self.still(&Rotary::new(c).pairs(positions))
+    }
+
+    /// Those for the first `tokens` tokens of a sequence with `images`.
+    pub(crate) fn pairs_among(
+        self,
+        c: &ModelConfig,
+        images: &SequenceImages,
+        tokens: usize,
+    ) -> Vec<[f32; 2]> {
+        let rotary = Rotary::new(c);
+        let mut row = vec![(0.0, 0.0); self.rotary_dims / 2];
+        let mut table = Vec::with_capacity(tokens * row.len());
+        for token in 0..tokens {
+            rotary.row_at(images.coordinates(token), &mut row);
+            table.extend(row.iter().map(|&pair| <[f32; 2]>::from(pair)));
+        }
+        self.still(&table)
+    }
+
+    /// The pairs of a rotary table `[.., rotary_dims / 2]`, and for what it leaves as it is such as turn nothing.
+    fn still(self, table: &[[f32; 2]]) -> Vec<[f32; 2]> {
         let (half, turned) = (self.dim / 2, self.rotary_dims / 2);
-        let table = Rotary::new(c).pairs(positions);
         let rows = table.chunks_exact(turned.max(1));
         rows.flat_map(|row| {
             let still = std::iter::repeat_n([1.0, 0.0], half - turned);

@@ -121,6 +121,7 @@ impl Job<'_> {
         let text = Sequences {
             name: "prompts".into(),
             ids: vec![ids],
+            ..Sequences::default()
         };
         let (config, files) = (self.config(), self.checkpoint.files());
         let judge = Judge::new(config, files, Text::HeldOut(&text), GLANCE)?;

@@ -132,10 +132,14 @@ impl Job<'_> {
         Ok(config.num_hidden_layers)
     }
 
-    /// The calibration text looked up in the rounded embedding. Most rows of a large vocabulary
+    /// The calibration text looked up in the rounded embedding, with the rows of its images. Most rows of a large vocabulary
     /// do not occur, and only those that do are rounded. Rows of a trellis, which are rounded together, stay as they
     /// are.
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
+        text.show(self.embed_ids(schemes, text)?)
+    }
+
+    fn embed_ids(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims().pair();
         let streams = self.config().streams();

@@ -80,6 +80,11 @@ impl Job<'_> {
             "calibration": match &o.calibration {
                 CalibrationSource::SelfSampled => "self".into(),
                 CalibrationSource::File(path) => path.display().to_string(),
+                CalibrationSource::Prompts { name, prompts } => {
+                    let seen = prompts.iter().flat_map(|prompt| prompt.images());
+                    let digests: Vec<u8> = seen.flat_map(|placed| placed.image.digest).collect();
+                    format!("{name} {}", hash::sha256_hex(&digests))
+                }
             },
             "sequences": n,
             "sequence_length": length,

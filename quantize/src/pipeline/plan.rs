@@ -421,6 +421,7 @@ mod tests {
                 calibration: Some(StoredText::new(&Sequences {
                     name: "self".into(),
                     ids: vec![vec![1]],
+                    ..Sequences::default()
                 })),
                 took: [took(SAMPLING_CALIBRATION, 1.0), took(LAYERS, 0.25)].into(),
                 ..State::default()

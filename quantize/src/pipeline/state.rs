@@ -116,6 +116,7 @@ impl StoredText {
         Some(Sequences {
             name: self.name.clone(),
             ids: self.ids.iter().map(parse).collect::<Option<_>>()?,
+            images: Vec::new(),
         })
     }
 }

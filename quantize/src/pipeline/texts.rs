@@ -3,7 +3,7 @@
 use super::job::Job;
 use super::state::{State, StoredText, save};
 use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::quality;
 use nq_formats::Progress;
 use nq_formats::nq::Writer;
@@ -46,6 +46,18 @@ impl Job<'_> {
                     text.tokens(),
                     self.calib_tokens()
                 ));
+            }
+            calibration = Some(text);
+        }
+        if let (CalibrationSource::Prompts { name, prompts }, 1..) = (&o.calibration, n) {
+            // The state has no rows of images: they were made anew.
+            let text = calibration::seen(name, prompts, self.calib_tokens(), length)?;
+            if let Some(before) = calibration.filter(|before| before.ids != text.ids) {
+                return Err(Error::Request {
+                    what: "calibration",
+                    expected: format!("the chats of {} with which the run began", before.name),
+                    found: format!("others in {name}"),
+                });
             }
             calibration = Some(text);
         }

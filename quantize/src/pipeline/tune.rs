@@ -478,7 +478,8 @@ impl Job<'_> {
         let eos = self.checkpoint.eos_token_ids();
         let prompter = Prompter::new(files, config.vocab_size, eos, &self.progress)?;
         let file = match &self.options.calibration {
-            CalibrationSource::SelfSampled => None,
+            // Chats with images are for the method: what is trained on is text.
+            CalibrationSource::SelfSampled | CalibrationSource::Prompts { .. } => None,
             CalibrationSource::File(path) => {
                 Some(calibration::read(path, &prompter, FILE_SEQUENCES, length)?)
             }

@@ -96,6 +96,7 @@ impl<'r> SensitivityRun<'r> {
             data: self.source_stream().to_vec(),
             lengths: self.probe.text.iter().map(Vec::len).collect(),
             tokens: self.probe.text.concat(),
+            images: Vec::new(),
         };
         // Done before the other statistics are gathered: a device holds only one set of them.
         let tried = self.try_method(index, &source)?;

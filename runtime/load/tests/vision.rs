@@ -11,9 +11,11 @@ use nq_model::vision::{Grid, ImageTokens, Patches, VisionConfig};
 use nq_model::{ModelConfig, Rope, find};
 use nq_runtime::batch::decode;
 use nq_runtime::images::SequenceImages;
+use nq_runtime::models::{self as parts_of, Ending};
 use nq_runtime::{
-    DraftLayer, DraftedBy, Engine, EngineKind, ImagePrompt, ImageRows, KvType, LogitsWanted,
-    PlacedImage, Sampler, SamplingParams, Session, SessionSpec, Speculation, Tower,
+    DraftLayer, DraftedBy, Engine, EngineKind, Hidden, ImagePrompt, ImageRows, KvType,
+    LayerWeights, LogitsWanted, PlacedImage, Sampler, SamplingParams, Session, SessionSpec,
+    Speculation, Tower,
 };
 use nq_testkit::models::{experts, rope};
 use nq_testkit::sessions::{chunk, session_spec};
@@ -379,6 +381,54 @@ fn models_that_see_are_as_transformers_computes_them() {
                     &format!("{name}, {case}, {piece} at once"),
                 );
             }
+        }
+    }
+}
+
+/// Layers one at a time, on the CPU and in f32, make of a prompt with images between two texts what sessions do.
+#[test]
+fn layers_one_at_a_time_see_images() {
+    let root = tempfile::tempdir().unwrap();
+    for (name, text, tower) in models() {
+        let folder = root.path().join(name);
+        write(&folder, &text, &tower);
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let options = options(EngineKind::Nq);
+        let tower = nq_load::tower(&checkpoint, &options, 64, &()).unwrap();
+        let parts = [Text(3), Image(8, 4), Text(2), Image(2, 2), Text(4)];
+        let prompt = prompt(&parts, tower.unwrap().as_ref());
+        let engine = nq_load::load(config, store, &options, &()).unwrap();
+        let mut session = session(engine.as_ref(), KvType::F32);
+        session.show(0, prompt.images()).unwrap();
+        let wanted = feed(session.as_mut(), 0, prompt.ids(), 64).concat();
+
+        let texts = [vec![5; 7], prompt.ids().to_vec(), vec![9; 7]];
+        let images = SequenceImages::new(prompt.images(), 96).unwrap();
+        let none = SequenceImages::default();
+        let embedding = parts_of::embedding(store, config).unwrap();
+        let embedded = Hidden::embed(&embedding, &texts, 1).unwrap();
+        let begun = embedded.showing(vec![none.clone(), images, none]).unwrap();
+        let head = parts_of::head(store, config).unwrap();
+        let ending = Ending::read(store, config).unwrap();
+        let cpu = nq_load::stepper(config, &options, KvType::F32, 64).unwrap();
+        let exact = nq_f32::stepper(nq_f32::CpuOps, config, 64);
+        for mut stepper in [cpu, exact] {
+            let mut hidden = begun.clone();
+            for index in 0..config.num_hidden_layers {
+                let weights = LayerWeights::read(store, config, index).unwrap();
+                stepper
+                    .layer(index, &weights, &mut hidden, &mut ())
+                    .unwrap();
+            }
+            let rows = 7..7 + texts[1].len();
+            let found = stepper.head(&ending, &head, &hidden, rows).unwrap();
+            close(
+                &found,
+                &wanted,
+                1e-4,
+                &format!("{name}, {}", stepper.device()),
+            );
         }
     }
 }

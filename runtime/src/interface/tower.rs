@@ -12,11 +12,21 @@ pub trait Tower: Send + Sync {
     /// Bytes that [`Tower::encode`] takes for an image of this many patches, beside what it is given and returns.
     fn encode_bytes(&self, patches: usize) -> usize;
 
-    /// The rows that the text model reads in place of the image.
+    /// The rows that the text model reads in place of the image. `stop` is asked after each block at least, and ends the
+    /// work.
     ///
     /// # Errors
-    /// [`Error::Request`] for patches that do not fit the tower; [`Error::NotFinite`]; errors of kernels.
-    fn encode(&self, patches: &Patches) -> Result<ImageRows>;
+    /// [`Error::Request`] for patches that do not fit the tower; [`Error::Interrupted`] once `stop` says so;
+    /// [`Error::NotFinite`]; errors of kernels.
+    fn encode_until(&self, patches: &Patches, stop: &dyn Fn() -> bool) -> Result<ImageRows>;
+
+    /// [`Tower::encode_until`] the end.
+    ///
+    /// # Errors
+    /// Its errors but [`Error::Interrupted`].
+    fn encode(&self, patches: &Patches) -> Result<ImageRows> {
+        self.encode_until(patches, &|| false)
+    }
 }
 
 /// An image as the text model reads it.

@@ -271,10 +271,15 @@ async fn generate(
         let model = named.model(&state).await?;
         begin(model, client, fields, parse, place, deadline).await
     });
-    let (stream, parsed) = match timeout(app.limits.keep_alive, &mut begun).await {
-        Ok(Ok(begun)) => begun,
-        Ok(Err(e)) => return failure(&e),
-        Err(_) => {
+    let soon = tokio::select! {
+        biased;
+        begun = timeout(app.limits.keep_alive, &mut begun) => begun.ok(),
+        () = stream::perhaps_gone(peer.silence.clone()) => None,
+    };
+    let (stream, parsed) = match soon {
+        Some(Ok(begun)) => begun,
+        Some(Err(e)) => return failure(&e),
+        None => {
             let limits = app.limits;
             let counted = async move {
                 let begun = begun.await;

@@ -34,6 +34,13 @@ async fn silent(silence: &mut Silence) {
     }
 }
 
+/// Waits until it is time to learn by signs of life whether a client is there that has closed its sending side: it gets
+/// what is known soon without them.
+pub(super) async fn perhaps_gone(mut silence: Silence) {
+    silent(&mut silence).await;
+    tokio::time::sleep(PROBE).await;
+}
+
 /// Sends events as they come. A panic while making them ends the stream with an error.
 pub(super) fn events(
     stream: AnswerStream,

@@ -1,4 +1,4 @@
-//! `nq eval --text FILE.jsonl`: chats, whose messages may hold images.
+//! `nq eval --text FILE.jsonl` and `nq quantize --calib FILE.jsonl`: chats, whose messages may hold images.
 
 use super::EvalModel;
 use crate::terminal::Terminal;
@@ -8,6 +8,7 @@ use nq_answers::images::{Image, Sight, SightOptions, from_data_url};
 use nq_answers::{ChatInput, ModelText, Prompt};
 use nq_evals::{EvalSpec, Protocol, SeeingModel, SeenEvaluation, evaluate_seen};
 use nq_formats::Checkpoint;
+use nq_quantize::{CalibrationSource, SEQUENCE, holds_image};
 use nq_runtime::chat_template::image_part;
 use nq_runtime::{ImagePrompt, KvType, LoadOptions, Message};
 use serde::Deserialize;
@@ -15,7 +16,7 @@ use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
 /// Chats of a file.
-pub(super) struct SeenTexts {
+pub(in crate::commands) struct SeenTexts {
     name: String,
     /// The folder of the file, which images may lie in.
     folder: PathBuf,
@@ -37,14 +38,18 @@ pub(super) struct ChatReader {
 }
 
 impl ChatReader {
-    /// Reads a model's template, and loads its tower if it has one.
+    /// Reads a model's template, and loads its tower if it has one, for images of so many `tokens` at most.
     pub(super) fn new(
         checkpoint: &Checkpoint,
         options: &LoadOptions,
+        tokens: u64,
         terminal: &Terminal,
     ) -> anyhow::Result<Self> {
         let text = ModelText::open(checkpoint)?;
-        let seen = SightOptions::default();
+        let seen = SightOptions {
+            tokens,
+            ..SightOptions::default()
+        };
         let sight = nq_load::tower(checkpoint, options, seen.tokens, terminal)?.map(|tower| {
             let config = tower.config().clone();
             Sight::new(config, seen, move || Ok(tower.clone()))
@@ -140,6 +145,45 @@ impl SeenTexts {
             folder,
             chats,
         })
+    }
+
+    /// The chats of a file, if one of them holds an image.
+    pub(in crate::commands) fn with_images(path: &Path) -> anyhow::Result<Option<Self>> {
+        let holds = |line: &str| {
+            let row = serde_json::from_str::<ChatLine>(line);
+            row.is_ok_and(|row| row.messages.iter().any(holds_image))
+        };
+        let all = texts::whole(path)?;
+        match all.lines().any(holds) {
+            true => Self::read(path, None).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// What a quantization that asked for `tokens` tokens is calibrated on: chats as the model reads them, each of which
+    /// is a sequence, and by its own tower. Images take half of a sequence at most.
+    ///
+    /// # Errors
+    /// A chat that the model cannot read, or an image that it cannot see, by its line.
+    pub(in crate::commands) fn calibration(
+        &self,
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+        tokens: usize,
+        terminal: &Terminal,
+    ) -> anyhow::Result<CalibrationSource> {
+        let reader = ChatReader::new(checkpoint, options, SEQUENCE as u64 / 2, terminal)?;
+        let (mut prompts, mut held) = (Vec::new(), 0);
+        for index in 0..self.chats.len() {
+            if held >= tokens {
+                break;
+            }
+            let prompt = reader.prompt(self, index)?;
+            held += prompt.ids().len().min(SEQUENCE);
+            prompts.push(prompt);
+        }
+        let name = self.name.clone();
+        Ok(CalibrationSource::Prompts { name, prompts })
     }
 
     /// Their name, in place of a text.

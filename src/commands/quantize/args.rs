@@ -96,7 +96,7 @@ pub struct QuantizeArgs {
     /// Replace an existing output
     #[arg(long)]
     pub force: bool,
-    /// Calibration text: self (sampled from the model) or a .txt or .jsonl file
+    /// Calibration text: self (sampled from the model) or a .txt or .jsonl file, whose chats may hold images
     #[arg(long, default_value = "self", value_name = "self|FILE")]
     pub calib: String,
     /// Calibration tokens [default: 32,768; on a CPU fewer for models of more than 229 million parameters]

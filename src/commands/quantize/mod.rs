@@ -5,6 +5,7 @@ mod report;
 
 use crate::adapters;
 use crate::commands::convert::summary_lines;
+use crate::commands::eval::images::SeenTexts;
 use crate::flags::Global;
 use crate::library::{Error as ProgramError, QuantizeTarget, check_quantizable, place};
 use crate::model;
@@ -19,7 +20,9 @@ use nq_formats::trellis::Code;
 use nq_model::DType;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::train::untrainable;
-use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
+use nq_quantize::{
+    CALIBRATION_TOKENS, CalibrationSource, DeviceEstimate, Error, Estimate, TargetSize,
+};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -56,6 +59,13 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         options.tuning = None;
     }
     place(model.checkpoint.config(), &mut options.load, &terminal)?;
+    if let CalibrationSource::File(path) = &options.calibration
+        && let Some(chats) = SeenTexts::with_images(path)?
+    {
+        let tokens = options.calib_tokens.unwrap_or(CALIBRATION_TOKENS);
+        let (checkpoint, load) = (&model.checkpoint, &options.load);
+        options.calibration = chats.calibration(checkpoint, load, tokens, &terminal)?;
+    }
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();

@@ -115,8 +115,9 @@ impl LayerDevice for CpuLayers {
     ) -> Result<()> {
         self.batch.clear();
         for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
-            self.batch
-                .push(&self.rotary, slot, position..position + len, |i| [i; 3]);
+            let coordinates = |index| piece.images.coordinates(index);
+            let positions = position..position + len;
+            self.batch.push(&self.rotary, slot, positions, coordinates);
             if position == 0 {
                 self.caches.iter_mut().for_each(|cache| cache.clear(slot));
             }

@@ -225,7 +225,7 @@ impl Tower for CpuTower {
         Scratch::bytes(&self.config, patches)
     }
 
-    fn encode(&self, patches: &Patches) -> Result<ImageRows> {
+    fn encode_until(&self, patches: &Patches, stop: &dyn Fn() -> bool) -> Result<ImageRows> {
         let (c, grid) = (&self.config, patches.grid);
         check_patches(c, patches)?;
         let needed = self.encode_bytes(grid.patches()) as u64;
@@ -250,6 +250,9 @@ impl Tower for CpuTower {
         let (first, mut others) = rows.split_at_mut(level);
         let mut mergers = c.deepstack.iter().zip(&self.parts.deepstack).peekable();
         for (layer, block) in self.parts.blocks.iter().enumerate() {
+            if stop() {
+                return Err(Error::Interrupted);
+            }
             self.block(block, &turns, &mut s)?;
             if !all_finite(&s.x) {
                 let what = "the output of a tower's block";

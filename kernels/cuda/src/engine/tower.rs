@@ -7,7 +7,9 @@ use crate::{
     Buffer, DeviceLinear, GemmOutput, Gpu, GpuInfo, ImageGrid, ImageHeads, LayerNorm, Mark,
     PackedKind, Stack, Stream, StreamOptions, Uploader, operand_index,
 };
+use bytemuck::Pod;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use nq_cpu::plan::TowerBytes;
 use nq_formats::{Progress, WeightStore};
 use nq_kernels::Account;
@@ -26,6 +28,9 @@ const EPS: f32 = 1e-6;
 
 /// Values that are copied at a time.
 const STAGED: usize = 2 << 20;
+
+/// Values of a row in operand order that change places among each other ([`operand_index`]).
+const OPERANDS: usize = 32;
 
 /// Queries of an image's attention at a time: of more patches, the blocks of a layer take long enough to hold up others.
 const QUERIES: usize = 4096;
@@ -199,14 +204,15 @@ impl CudaTower {
         })
     }
 
-    /// The rows `[tokens, out hidden]` that `merger` makes of the stream of `m` patches, to which it adds `pending`.
+    /// Writes to `made` `[tokens, out hidden]` what `merger` makes of the stream of `m` patches, to which it adds `pending`.
     fn merge(
         &self,
         merger: &TowerMerger<DeviceLinear, Buffer<f32>>,
         pending: Option<&Buffer<f32>>,
         rows: &mut TowerRows,
         m: usize,
-    ) -> Result<Vec<f32>> {
+        made: &mut [f32],
+    ) -> Result<()> {
         let (c, stream) = (&self.config, &self.stream);
         let TowerRows {
             x,
@@ -227,26 +233,49 @@ impl CudaTower {
         let width = c.out_hidden_size;
         let mut bias = vec![0.0; width];
         merger.down.bias.read(0, &mut bias)?;
-        let staging = match staging {
-            Some(staging) => staging,
-            none => none.insert(Staging::new(stream.gpu(), (STAGED / width).max(1) * width)?),
-        };
-        // The pages of new memory come when they are first written to, which takes long: all threads write.
-        let mut made = vec![0.0; tokens * width];
-        stream.read_staged(wide, tokens * width, staging, |at, rows| {
+        let staging = whole_rows(staging, stream.gpu(), width)?;
+        let mut finite = true;
+        stream.read_staged(wide, made.len(), staging, |at, rows| {
             let both = (made[at..].par_chunks_exact_mut(width)).zip(rows.par_chunks_exact(width));
-            both.for_each(|(to, row)| {
+            finite &= both.all(|(to, row)| {
                 for ((y, x), b) in to.iter_mut().zip(row).zip(&bias) {
                     *y = x + b;
                 }
+                all_finite(to)
             });
         })?;
-        Ok(made)
+        match finite {
+            true => Ok(()),
+            false => {
+                let (what, layer) = ("the rows of a tower's merger", c.depth - 1);
+                Err(Error::NotFinite { what, layer })
+            }
+        }
+    }
+
+    /// Copies an image's patches to the device, in FP16 and operand order.
+    fn upload(&self, patches: &Patches, rows: &mut TowerRows) -> Result<()> {
+        let width = self.config.patch_values();
+        let across = padded(width);
+        let staging = whole_rows(&mut rows.pixels, self.stream.gpu(), across)?;
+        let at_once = staging.len() / across;
+        for (i, part) in patches.rows.chunks(at_once * width).enumerate() {
+            let (from, n) = (staging.turn(), part.len() / width * across);
+            operands(part, width, &mut from.values_mut()?[..n]);
+            (self.stream).write(&mut rows.half, i * at_once * across, from, 0..n)?;
+        }
+        Ok(())
     }
 
     /// Waits for all pieces of an image's work but the latest. If steps of sequences were queued meanwhile, the tower leaves
     /// the GPU to them for as long as its own pieces took.
-    fn give_way(&self, pace: &mut EncodingProgress) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if nobody waits for the image any more; errors of the driver.
+    fn give_way(&self, pace: &mut EncodingProgress<'_>) -> Result<()> {
+        if (pace.stop)() {
+            return Err(Error::Interrupted);
+        }
         if let Some(before) = pace.piece.replace(self.stream.mark()?) {
             before.wait()?;
         }
@@ -261,10 +290,11 @@ impl CudaTower {
 }
 
 /// How far the work of an image is: pieces, which are blocks or parts of them.
-struct EncodingProgress {
+struct EncodingProgress<'a> {
     piece: Option<Mark>,
     steps: usize,
     since: Instant,
+    stop: &'a dyn Fn() -> bool,
 }
 
 fn layer_norm(norm: &LayerNormParts<Buffer<f32>>) -> LayerNorm<'_> {
@@ -275,6 +305,18 @@ fn layer_norm(norm: &LayerNormParts<Buffer<f32>>) -> LayerNorm<'_> {
     }
 }
 
+/// Memory for [`STAGED`] values in whole rows, which is allocated when it is first needed.
+fn whole_rows<'a, T: Pod>(
+    staging: &'a mut Option<Staging<T>>,
+    gpu: &Gpu,
+    width: usize,
+) -> nq_kernels::Result<&'a mut Staging<T>> {
+    Ok(match staging {
+        Some(staging) => staging,
+        none => none.insert(Staging::new(gpu, (STAGED / width).max(1) * width)?),
+    })
+}
+
 /// Makes `to` rows `[.., width]` in FP16 and operand order, zero past their values.
 fn operands(rows: &[f32], width: usize, to: &mut [u16]) {
     let both = to
@@ -282,8 +324,12 @@ fn operands(rows: &[f32], width: usize, to: &mut [u16]) {
         .zip(rows.par_chunks_exact(width));
     both.for_each(|(to, row)| {
         to.fill(0);
-        for (k, v) in row.iter().enumerate() {
-            to[operand_index(k)] = f16::from_f32(*v).to_bits();
+        for (to, values) in to.chunks_exact_mut(OPERANDS).zip(row.chunks(OPERANDS)) {
+            let mut halves = [f16::ZERO; OPERANDS];
+            halves[..values.len()].convert_from_f32_slice(values);
+            for (k, half) in halves.iter().enumerate() {
+                to[operand_index(k)] = half.to_bits();
+            }
         }
     });
 }
@@ -309,7 +355,7 @@ impl Tower for CudaTower {
         0
     }
 
-    fn encode(&self, patches: &Patches) -> Result<ImageRows> {
+    fn encode_until(&self, patches: &Patches, stop: &dyn Fn() -> bool) -> Result<ImageRows> {
         let (c, grid, stream) = (&self.config, patches.grid, &self.stream);
         check_patches(c, patches)?;
         let m = grid.patches();
@@ -324,17 +370,7 @@ impl Tower for CudaTower {
         let rows = &mut *rows;
         let (heads, merge) = (heads(c), c.spatial_merge_size);
         let image = ImageGrid { grid, merge };
-        let (width, across) = (c.patch_values(), padded(c.patch_values()));
-        let at_once = (STAGED / across).max(1);
-        let staging = match &mut rows.pixels {
-            Some(staging) => staging,
-            none => none.insert(Staging::new(stream.gpu(), at_once * across)?),
-        };
-        for (i, part) in patches.rows.chunks(at_once * width).enumerate() {
-            let (from, n) = (staging.turn(), part.len() / width * across);
-            operands(part, width, &mut from.values_mut()?[..n]);
-            stream.write(&mut rows.half, i * at_once * across, from, 0..n)?;
-        }
+        self.upload(patches, rows)?;
         (rows.turns).write(0, &turns(grid.h.max(grid.w), heads.dim))?;
         let embed = &self.parts.patch_embed;
         stream.gemm(&embed.linear, &rows.half, GemmOutput::Store(&mut rows.x), m)?;
@@ -343,8 +379,12 @@ impl Tower for CudaTower {
             piece: None,
             steps: steps_queued(),
             since: Instant::now(),
+            stop,
         };
-        let (mut pending, mut levels) = (None, Vec::new());
+        let level = grid.tokens(merge) * c.out_hidden_size;
+        let mut made = vec![0.0; level * (1 + c.deepstack.len())];
+        let mut levels = level;
+        let mut pending = None;
         let mut mergers = c.deepstack.iter().zip(&self.parts.deepstack).peekable();
         for (layer, block) in self.parts.blocks.iter().enumerate() {
             let TowerRows {
@@ -372,16 +412,16 @@ impl Tower for CudaTower {
             stream.gemm(&block.down.linear, beside, GemmOutput::Add(x), m)?;
             pending = Some(&block.down.bias);
             if let Some((_, merger)) = mergers.next_if(|(behind, _)| **behind == layer) {
-                levels.extend(self.merge(merger, pending.take(), rows, m)?);
+                let to = &mut made[levels..levels + level];
+                self.merge(merger, pending.take(), rows, m, to)?;
+                levels += level;
             }
+            // The pages of new memory come when they are first written to, which takes long: while the GPU works.
+            let part = level * layer / c.depth..level * (layer + 1) / c.depth;
+            made[part].fill(f32::NAN);
             self.give_way(&mut pace)?;
         }
-        let mut made = self.merge(&self.parts.merger, pending, rows, m)?;
-        made.append(&mut levels);
-        if !made.par_chunks(1 << 16).all(all_finite) {
-            let (what, layer) = ("the rows of a tower's merger", c.depth - 1);
-            return Err(Error::NotFinite { what, layer });
-        }
+        self.merge(&self.parts.merger, pending, rows, m, &mut made[..level])?;
         Ok(ImageRows {
             rows: made,
             height: grid.h / merge,
