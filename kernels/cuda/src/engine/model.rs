@@ -94,7 +94,7 @@ impl Slower {
         if self.held > 0 {
             progress.note(&format!(
                 "on this device {} of weights are held as {} of FP16: there are no kernels for activation order, some groups \
-                 of 16, products with parts that no scheme holds together, and experts in trellis codes",
+                 of 16, products with parts that no scheme holds together, experts in EXL3, and some in trellis codes",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));

@@ -268,15 +268,11 @@ impl Stream {
             };
             self.trellis_inputs(o, stack.code(), args)?;
         }
-        let most = stack.blocks(o, groups, 0);
-        // A block of down has whole strips.
-        let blocks = match up {
-            true => most,
-            false => (1..=most.min(stack.strips))
-                .rev()
-                .find(|&n| stack.strips.is_multiple_of(n))
-                .unwrap_or(1),
-        };
+        // A block of down has whole strips; one of gate and up that has, or that has a part of one alone, shares fewer sums.
+        let strips = stack.strips;
+        let fits = |&n: &usize| strips.is_multiple_of(n) || up && n.is_multiple_of(strips);
+        let blocks = (1..=stack.blocks(o, groups, 0)).rev().find(fits);
+        let blocks = blocks.unwrap_or(1);
         let (parts, out, epilogue) = match up {
             true => (
                 [groups, blocks * 2, 2 * STRIP, GROUPS[0]],
