@@ -19,7 +19,7 @@ struct RoutesArgs {
     int* chosen;            // [m][per_token]
     float* weights;         // [m][per_token]
     int* places;            // [m][per_token]: of the sorted rows
-    ExpertRows* blocks;     // [most_blocks]
+    ExpertRows* blocks;     // [pieces][most_blocks]: experts are counted from the first of their piece
     int m;
     int experts;
     int per_token;
@@ -27,6 +27,7 @@ struct RoutesArgs {
     int block_rows;         // rows that a block of the products takes
     int most_blocks;
     int shared;             // all rows go through the last expert
+    int of_piece;           // experts of a piece of the stack
     uint32_t* counts;       // [experts], as of `ExpertPlaces`; or null
     int* rows;              // [experts]: how many rows each has; or null
 };
@@ -92,8 +93,9 @@ DEVICE int sum_before(int v, int& total) {
 
 // One block; thread e has expert e.
 extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __grid_constant__ RoutesArgs p) {
-    __shared__ int next[MOST_EXPERTS];   // how many rows an expert has; then where its next one stands
-    const int e = threadIdx.x, routes = p.m * p.per_token;
+    __shared__ int next[MOST_EXPERTS];         // how many rows an expert has; then where its next one stands
+    __shared__ int begins[MOST_EXPERTS + 1];   // an expert's first block, among those of all
+    const int e = threadIdx.x, routes = p.m * p.per_token, own = e / p.of_piece, pieces = (p.experts + p.of_piece - 1) / p.of_piece;
     next[e] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) atomicAdd(next + __ldcg(p.chosen + i), 1);
@@ -103,13 +105,18 @@ extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __g
     const int count = next[e], blocks = (count + p.block_rows - 1) / p.block_rows;
     int total, total_blocks;
     const int first = sum_before(count, total), first_block = sum_before(blocks, total_blocks);
-    next[e] = first;
+    next[e] = first, begins[e] = first_block;
+    if (e == 0) begins[MOST_EXPERTS] = total_blocks;
+    __syncthreads();
+    ExpertRows* const list = p.blocks + own * p.most_blocks + first_block - begins[own * p.of_piece];
     for (int i = 0; i < blocks; i++) {
         const int at = first + i * p.block_rows;
-        p.blocks[first_block + i] = {e, at, min(at + p.block_rows, first + count), 0};
+        list[i] = {e - own * p.of_piece, at, min(at + p.block_rows, first + count), 0};
     }
-    for (int i = total_blocks + threadIdx.x; i < p.most_blocks; i += MOST_EXPERTS) p.blocks[i] = {0, 0, 0, 0};
-    __syncthreads();
+    for (int piece = 0; piece < pieces; piece++) {
+        const int used = begins[min((piece + 1) * p.of_piece, MOST_EXPERTS)] - begins[piece * p.of_piece];
+        for (int i = used + threadIdx.x; i < p.most_blocks; i += MOST_EXPERTS) p.blocks[piece * p.most_blocks + i] = {0, 0, 0, 0};
+    }
     for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) p.places[i] = atomicAdd(next + __ldcg(p.chosen + i), 1);
 }
 

@@ -35,6 +35,7 @@ struct TrellisInputsArgs {
     int group;              // rows of a group: 4 or 16
     float eps;
     int holds_dependents;   // dependents are launched only after the end of the prerequisites
+    const int4* sorted;     // [m / group], `ExpertRows` of `gemm.cuh`: where the rows of each group are in `half`; or null: in order
 };
 
 struct TrellisTurnArgs {
@@ -75,16 +76,22 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     }
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();
+    int from = m;
+    if (p.sorted) {
+        const int4 of = __ldcg(p.sorted + m / p.group);
+        from = of.y + m % p.group;
+        if (from >= of.z) return;
+    }
 
     float most = 0.f, square = 0.f;
 #pragma unroll 2
     for (int block = warp * BLOCK; block < p.inputs; block += INPUTS_WARPS * BLOCK) {
         float v[4];
         if (p.x) {
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(p.x + size_t(m) * p.inputs + block) + lane);
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(p.x + size_t(from) * p.inputs + block) + lane);
             v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
         } else {
-            load_four(v, __ldcg(reinterpret_cast<const uint2*>(p.half + size_t(m) * p.padded + block) + lane));
+            load_four(v, __ldcg(reinterpret_cast<const uint2*>(p.half + size_t(from) * p.padded + block) + lane));
         }
         float2 &a = pair_at(block + first), &b = pair_at(block + first + second);
 #pragma unroll

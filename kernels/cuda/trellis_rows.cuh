@@ -24,6 +24,14 @@
 // looks again at those that are still zero, and leaves zeros. It only waits for blocks of lower numbers, which started
 // no later and wait for nobody before they have left their parts.
 //
+// Experts of a mixture, all of the same shape, lie one after the other, or where a table says (`places.cuh`), and share the
+// scales of inputs. A group of rows then has the weights of one expert:
+//
+//   few rows     groups of 4: a row has as many groups as experts, chosen by its scores (`choose.cuh`), each with nothing but
+//                that row. SILU: times the weight of the expert, to row `group` of the output. ADD: x is row `group`. A block has
+//                whole strips, and leaves its product in memory; that of the row's last expert adds up what all of them left.
+//   sorted rows  groups of 16: `sorted` has the expert, the first row and the end of each, in whose order digits are
+//
 // Epilogues (rows that do not exist are left out):
 //   STORE  out[r] = y
 //   ADD    out[r] += y
@@ -36,11 +44,13 @@
 // Bytes: codes once for each group of rows; digits once for each strip, from L2.
 #pragma once
 
+#include "choose.cuh"
+#include "places.cuh"
 #include "trellis.cuh"
 
 struct TrellisRowsArgs {
-    const uint4* words;         // [strips][tiles][32 * WORDS u32]
-    const __half* row_scales;   // [strips][128]
+    const uint4* words;         // [experts][strips][tiles][32 * WORDS u32]
+    const __half* row_scales;   // [experts][strips][128]
     const int2* places;         // [strips]: output row of the first row (SILU: of the gate's, in rows / 2), and how many exist
     const uint2* digits;        // of `trellis_inputs.cu`; or, and steps, null
     const float2* steps;        // [groups * group]
@@ -51,7 +61,8 @@ struct TrellisRowsArgs {
     __half* half;               // SILU: [m][padded] in operand order, or null
     float2* best;               // HEAD: [m][strips], the greatest logit and its row (as bits), the lowest of equals
     uint32_t* parts;            // [groups][blocks][2][1 strip; SILU: 2][128 * group]: sums of a strip that began in an earlier block, and
-                                // of one that ends in a later one; zeros before and after
+                                // of one that ends in a later one; zeros before and after. ADD and few rows of a mixture: [m][strips]
+                                // [per_token - 1][128]
     const float* gate;          // EXL3 and SILU: [m][rows / 2], the gate's products
     int m;
     int rows;
@@ -64,6 +75,14 @@ struct TrellisRowsArgs {
     int bytes;                  // EXL3 alone, of its code: values are sums of bytes, not of halves
     uint32_t multiplier;        // likewise
     uint32_t addend;            // likewise
+    // Of a mixture.
+    const float* scores;        // few rows: [m][experts]; or null
+    const int4* sorted;         // sorted rows: [groups], `ExpertRows` of `gemm.cuh`; or null
+    ExpertPlaces experts_at;    // or null: they lie one after the other
+    int experts;
+    int per_token;
+    int normalized;
+    int shared;                 // all rows go through the last expert
 };
 
 constexpr int ROWS_SHARED = 96 << 10;
@@ -113,6 +132,7 @@ struct OwnRow {
     using Digits = typename C::Digits;
     static constexpr int SUMS = 16 / WARPS;   // of squares of a lane: one for each warp of that kernel
     const TrellisRowsArgs& p;
+    const float* values;   // of x
     float* row;
     uint32_t* meeting;   // [WARPS + 16 + WARPS]
     int inputs, warp, lane;
@@ -140,7 +160,7 @@ struct OwnRow {
             float4 x[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++)
-                if (from + i * WARPS * BLOCK < inputs) x[i] = __ldcg(reinterpret_cast<const float4*>(p.x + from + i * WARPS * BLOCK));
+                if (from + i * WARPS * BLOCK < inputs) x[i] = __ldcg(reinterpret_cast<const float4*>(values + from + i * WARPS * BLOCK));
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int k = from + i * WARPS * BLOCK;
@@ -232,6 +252,14 @@ DEVICE void multiply(int (&sums)[FOURS][8][4], const uint32_t (&words)[C::WORDS]
     if constexpr (!C::OCTAGON) digits = later;
 }
 
+// What a group of rows of x is of, for the ends of segments.
+struct GroupOf {
+    const __half* row_scales;
+    int first_row;   // of the output
+    int nth;         // few rows of a mixture: of the row's experts
+    float weight;    // likewise
+};
+
 // A block of a group of rows of x: the units that it takes of strips, the end of each, and its part of the strips that it
 // shares with other blocks. A segment is what is finished together: a strip, or with SILU the strips of gate and up.
 template <class C, int GROUP>
@@ -248,16 +276,19 @@ struct TrellisRows {
     uint8_t* const ring;
     float* const sums;   // [PLACES][OUTPUTS]
     float* const held;   // [2][OUTPUTS], of finished strips of a segment: a thread meets its own only
-    const int group, here;                            // rows of x that exist
+    const int group;
+    int here;                                         // rows of x that exist
     const int tiles, blocks, number, whole, rest;     // whole: units of each block, of which the first `rest` have one more
     const int begin, count;                           // units of this block
-    const uint8_t* const words;
+    const uint8_t* words;
+    int digits_row;                                   // the first row of the group, among those in digits
+    GroupOf* const of;
     const int strips_each;                            // of a segment
     const int first_segment;
     int2* const first_place;
     // Where this lane's digits of the tile of this warp's next unit are. Tiles follow in turn, strip after strip.
     const bool owns;
-    const uint32_t tile_digits, digits_end, digits_step;
+    const uint32_t tile_digits, digits_step;
     uint8_t* const own;
     float2* const own_step;
     uint32_t* const parts;
@@ -280,12 +311,12 @@ struct TrellisRows {
           sums(reinterpret_cast<float*>(shared + WARPS * STAGES * C::UNIT)), held(sums + Sizes::PLACES * OUTPUTS), group(blockIdx.y),
           here(min(p.m - group * GROUP, GROUP)), tiles(p.tiles), blocks(gridDim.x), number(blockIdx.x), whole(p.strips * tiles / blocks),
           rest(p.strips * tiles % blocks), begin(number * whole + min(number, rest)), count(whole + (number < rest)),
-          words(reinterpret_cast<const uint8_t*>(p.words) + size_t(begin) * C::UNIT + lane * 16), strips_each(p.epilogue == SILU && !C::PLAIN_GATE ? 2 : 1),
+          words(reinterpret_cast<const uint8_t*>(p.words)), digits_row(group * GROUP),
+          of(reinterpret_cast<GroupOf*>(shared + Sizes::ROW - 16 - 256 - sizeof(GroupOf))), strips_each(p.epilogue == SILU && !C::PLAIN_GATE ? 2 : 1),
           first_segment(begin / tiles / strips_each), first_place(reinterpret_cast<int2*>(shared + Sizes::ROW - 16)), owns(GROUP == 4 && p.x),
-          tile_digits(owns ? TILE * 4 : DIGITS<C::OCTAGON> * FOURS * 256), digits_end((group + 1) * tiles * tile_digits),
-          digits_step(WARPS % tiles * tile_digits), own(shared + Sizes::ROW), own_step(reinterpret_cast<float2*>(shared + Sizes::ROW - 8)),
+          tile_digits(owns ? TILE * 4 : DIGITS<C::OCTAGON> * FOURS * 256), digits_step(WARPS % tiles * tile_digits), own(shared + Sizes::ROW), own_step(reinterpret_cast<float2*>(shared + Sizes::ROW - 8)),
           parts(p.parts + size_t(group) * blocks * (2 * strips_each * OUTPUTS) + thread), strip(begin / tiles), first(strip * tiles - begin),
-          digits_at((group * tiles + (warp - first) % tiles) * tile_digits + lane * 8), at(warp) {}
+          at(warp) {}
 
     // Of output i of this thread: the row of the strip, and the row of x.
     DEVICE int row_of(int i) const { return thread / 4 + i % HALVES * 64; }
@@ -304,24 +335,69 @@ struct TrellisRows {
         copy_commit();
     }
 
+    DEVICE uint32_t digits_group() const { return GROUP != 4 ? group : owns ? 0 : digits_row / GROUP; }
+    // Few rows of a mixture, gate and up, let nothing overtake the kernel that scores: down reads the scores before they have ended.
+    DEVICE bool waits_first() const { return GROUP == 4 && p.scores && p.epilogue == SILU; }
+    // The products of a row's experts are added up.
+    DEVICE bool adds_experts() const { return GROUP == 4 && p.scores && p.epilogue == ADD; }
+
+    // Finds the weights of this group and its rows: those of one expert, if it is a mixture.
+    DEVICE void find(GroupOf& found, int& row_of_x) {
+        found = {p.row_scales, row_of_x, 0, 1.f};
+        int expert = 0;
+        if (GROUP == 4 && p.scores) {
+            Chosen& chosen = *reinterpret_cast<Chosen*>(sums);
+            const int row = group / p.per_token;
+            found.nth = group - row * p.per_token;
+            static_assert(GROUP != 4 || THREADS == MOST_EXPERTS);
+            choose(chosen, p.scores + size_t(row) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
+            expert = chosen.expert[found.nth], found.weight = chosen.weight[found.nth];
+            __syncthreads();   // sums will be where the choice was
+            here = 1, row_of_x = digits_row = p.epilogue == SILU ? row : group, found.first_row = p.epilogue == SILU ? group : row;
+            if (p.experts_at.counts && p.epilogue == SILU && number == 0 && thread == 0) atomicAdd(p.experts_at.counts + expert, 1u);
+        } else if (GROUP != 4 && p.sorted) {
+            const int4 rows = __ldcg(p.sorted + group);
+            expert = rows.x, found.first_row = rows.y, here = rows.z - rows.y;
+        }
+        if (p.experts_at.at) {
+            const uint8_t* const place = reinterpret_cast<const uint8_t*>(__ldcg(reinterpret_cast<const unsigned long long*>(p.experts_at.at) + expert));
+            const int half = p.epilogue != SILU;
+            words = place + p.experts_at.codes[half], found.row_scales = reinterpret_cast<const __half*>(place + p.experts_at.meta[half]);
+        } else {
+            words += size_t(expert) * p.strips * tiles * C::UNIT, found.row_scales += size_t(expert) * p.strips * STRIP;
+        }
+        words += size_t(begin) * C::UNIT + lane * 16;
+        digits_at = (digits_group() * tiles + (warp - first) % tiles) * tile_digits + lane * 8 + (owns ? 0 : digits_row % GROUP * 64);
+        if (thread == 0) *of = found;
+    }
+
     // Requests the first words and digits, across the end of the predecessor.
     DEVICE void start() {
+        uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
+        OwnRow<C, WARPS> own_row = {p, p.x, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
+        if (waits_first()) {
+            if (owns) own_row.factors();
+            wait_for_prerequisites();
+        }
         if (!p.holds_dependents) launch_dependents();
+        GroupOf found;
+        int row_of_x = group * GROUP;
+        find(found, row_of_x);
+        if (here <= 0) return;   // sorted rows: as many groups as there may be
 #pragma unroll
         for (int i = 0; i < STAGES; i++) request(ring + i * C::UNIT, warp + i * WARPS);
         if (thread == 0 && count > 0) *first_place = __ldg(p.places + first_segment * strips_each);
         // What ends of strips will need comes from memory meanwhile.
         for (int s = first_segment * strips_each + thread; s * tiles < begin + count; s += THREADS) {
             prefetch_line(p.places + s);
-            prefetch_line(p.row_scales + s * STRIP), prefetch_line(p.row_scales + s * STRIP + STRIP / 2);
+            prefetch_line(found.row_scales + s * STRIP), prefetch_line(found.row_scales + s * STRIP + STRIP / 2);
         }
-        uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
-        const OwnRow<C, WARPS> row_of_x = {p, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
-        if (owns) row_of_x.factors();
+        own_row.values += size_t(row_of_x) * (tiles * TILE);
+        if (owns && !waits_first()) own_row.factors();
 
-        wait_for_prerequisites();
+        if (!waits_first()) wait_for_prerequisites();
         if (p.holds_dependents) launch_dependents();
-        if (owns) row_of_x.digits(own_step);
+        if (owns) own_row.digits(own_step);
 #pragma unroll
         for (int i = 0; i < DIGITS<C::OCTAGON>; i++) x.load(i, p.digits, own, owns, digits_at, here);
     }
@@ -331,7 +407,7 @@ struct TrellisRows {
 #pragma unroll 1
         for (; at < stop; at += WARPS) {
             digits_at += digits_step;
-            if (digits_at >= digits_end) digits_at -= tiles * tile_digits;
+            if (digits_at >= (digits_group() + 1) * tiles * tile_digits) digits_at -= tiles * tile_digits;
             copy_wait<STAGES - 1>();
             uint8_t* const from = ring + stage * C::UNIT;
             uint32_t unit[C::WORDS];
@@ -355,18 +431,18 @@ struct TrellisRows {
 #pragma unroll
         for (int j = 0; j < FOURS; j++) {
             steps[j] = make_float2(0.f, 0.f);
-            if (4 * j + t < here) steps[j] = owns ? *own_step : __ldcg(p.steps + group * GROUP + 4 * j + t);
+            if (4 * j + t < here) steps[j] = owns ? *own_step : __ldcg(p.steps + digits_row + 4 * j + t);
         }
 #pragma unroll
         for (int s = 0; s < 2; s++)
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
-                scales[s][h] = s < strips_each ? __ldg(p.row_scales + size_t(segment * strips_each + s) * STRIP + thread / 4 + 64 * h) : __half();
+                scales[s][h] = s < strips_each ? __ldg(of->row_scales + size_t(segment * strips_each + s) * STRIP + thread / 4 + 64 * h) : __half();
         if (p.epilogue == ADD) {
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                const bool there = x_of(i) < here && row_of(i) < place.y;
-                residual[i] = there ? __ldcg(p.out + size_t(group * GROUP + x_of(i)) * p.rows + place.x + row_of(i)) : 0.f;
+                const bool there = x_of(i) < here && row_of(i) < place.y && !(adds_experts() && of->nth < p.per_token - 1);
+                residual[i] = there ? __ldcg(p.out + size_t(of->first_row + x_of(i)) * p.rows + place.x + row_of(i)) : 0.f;
             }
         }
     }
@@ -477,18 +553,48 @@ struct TrellisRows {
         if (g == 0) bests[row_of(i) / 8 * GROUP + x_of(i)] = make_float2(best, __int_as_float(best_row));
     }
 
+    // The sum of a row's experts of a strip, in the order of their numbers among the row's, in the block of the last; others leave theirs.
+    // Lanes t look for every fourth of them.
+    DEVICE void sum_experts(int segment) const {
+        const int others = p.per_token - 1;
+#pragma unroll 1
+        for (int i = 0; i < EACH; i++) {
+            uint32_t* const left = p.parts + (size_t(of->first_row) * p.strips + segment) * others * STRIP + row_of(i);
+            float v = t == 0 ? held[thread + i * THREADS] : 0.f;
+            if (of->nth < others) {
+                if (t == 0) store_relaxed(left + of->nth * STRIP, ~__float_as_uint(v));
+                continue;
+            }
+#pragma unroll 1
+            for (int from = t; from < others; from += 8) {
+                const bool two = from + 4 < others;
+                uint32_t a, b = ~0u;
+                do {
+                    a = load_relaxed(left + from * STRIP);
+                    if (two) b = load_relaxed(left + (from + 4) * STRIP);
+                } while (a == 0 || b == 0);
+                store_relaxed(left + from * STRIP, 0), v += __uint_as_float(~a);
+                if (two) store_relaxed(left + (from + 4) * STRIP, 0), v += __uint_as_float(~b);
+            }
+            v += __shfl_xor_sync(~0u, v, 1);
+            v += __shfl_xor_sync(~0u, v, 2);
+            if (t == 0 && row_of(i) < place.y) p.out[size_t(of->first_row) * p.rows + place.x + row_of(i)] = v;
+        }
+    }
+
     DEVICE void store(int segment) const {
         float2* const bests = reinterpret_cast<float2*>(sums);   // [CHUNKS][GROUP]
         if (p.epilogue == HEAD) __syncthreads();   // sums have been read
 #pragma unroll 1
         for (int i = 0; i < EACH; i++) {
-            const int r = row_of(i), m = group * GROUP + x_of(i), to = place.x + r;
+            const int r = row_of(i), m = of->first_row + x_of(i), to = place.x + r;
             const bool there = x_of(i) < here && r < place.y;
             float v = held[thread + i * THREADS];
             if (p.epilogue == SILU) {
                 float up = held[OUTPUTS + thread + i * THREADS];
                 if constexpr (C::PLAIN_GATE) up = v, v = there ? __ldcg(p.gate + size_t(m) * (p.rows / 2) + to) : 0.f;
                 v = __fdividef(v, 1.f + __expf(-v)) * up;
+                if constexpr (GROUP == 4) v *= of->weight;
                 if (there && p.out) p.out[size_t(m) * (p.rows / 2) + to] = v;
                 if (there && p.half) p.half[size_t(m) * p.padded + operand_index(to)] = __float2half_rn(clamp_half(v));
             } else if (there) {
@@ -504,11 +610,12 @@ struct TrellisRows {
             const float2 other = bests[i * GROUP + thread];
             if (other.x > best.x) best = other;
         }
-        p.best[size_t(group * GROUP + thread) * p.strips + segment] = best;
+        p.best[size_t(of->first_row + thread) * p.strips + segment] = best;
     }
 
     DEVICE void run() {
         start();
+        if (here <= 0) return;
         bool owes = false;   // the end of a segment that began in an earlier block
 #pragma unroll 1
         for (int done = 0; done < count || owes;) {
@@ -542,7 +649,8 @@ struct TrellisRows {
                 collect();
             }
             scale();
-            store(segment);
+            if (adds_experts()) sum_experts(segment);
+            else store(segment);
         }
     }
 };

@@ -8,10 +8,13 @@
 
 use super::driver::{Address, Buffer, Gpu, Locked, Mark, Operands, Pinned, Stream};
 use super::linear::{DeviceLinear, PackedShape};
-use super::pack::{Packing, Stack};
+use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+use super::trellis::stack::TrellisParts;
 use crate::cuda::places::ExpertPlaces;
 use nq_formats::Weight;
+use nq_formats::trellis::STRIP;
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use std::sync::Arc;
 
 /// The half of a mixture that a product is.
@@ -110,6 +113,8 @@ pub struct LayerBank {
     experts: usize,
     /// Its first expert in the table.
     first: usize,
+    /// What experts in trellis codes share, of gate and up, and of down.
+    coded: [Option<TrellisParts>; 2],
 }
 
 impl LayerBank {
@@ -138,7 +143,19 @@ impl LayerBank {
         }
         let layout = ExpertLayout::new(shapes);
         let size = |count: usize| layout.bytes.saturating_mul(count);
+        let coded = |half: Half| match shapes[half as usize] {
+            PackedShape {
+                kind: PackedKind::Trellis(scheme),
+                tiles,
+                spans,
+            } => {
+                let dims = Dims::new(tiles * TILE, spans * SPAN);
+                TrellisParts::of_bank(gpu, scheme, experts, dims, half == Half::Up).map(Some)
+            }
+            _ => Ok(None),
+        };
         Ok(LayerBank {
+            coded: [coded(Half::Up)?, coded(Half::Down)?],
             layout,
             host: gpu.locked("experts in the computer's memory", size(experts))?,
             rooms: gpu.zeros("weights", size(rooms))?,
@@ -190,6 +207,17 @@ impl LayerBank {
                 expected: format!("{expected:?}"),
                 found: format!("{found:?}"),
             });
+        }
+        if let Some(coded) = &mut self.coded[i] {
+            let (host, strips) = (self.host.bytes_mut()?, shape.tiles * TILE / STRIP);
+            coded.fill_bank(parts, stack, |at, words, scales| {
+                let expert = &mut host[at / strips * bytes..][..bytes];
+                let nth = at % strips;
+                expert[codes + nth * words.len()..][..words.len()].copy_from_slice(words);
+                let scales: &[u8] = bytemuck::cast_slice(scales);
+                expert[meta + nth * scales.len()..][..scales.len()].copy_from_slice(scales);
+            })?;
+            return Ok(packing.scale());
         }
         let all = self.host.bytes_mut()?.chunks_exact_mut(bytes);
         for (e, expert) in all.enumerate() {
@@ -257,6 +285,11 @@ impl BankHalf {
     pub(crate) fn shape(&self) -> (PackedShape, usize) {
         let layer = &self.layer;
         (layer.layout.shapes[self.half as usize], layer.experts)
+    }
+
+    /// What its experts share, if they are in a trellis code.
+    pub(crate) fn coded(&self) -> Option<&TrellisParts> {
+        self.layer.coded[self.half as usize].as_ref()
     }
 
     /// The memory that a [`DeviceLinear`] of it shows: the rooms.

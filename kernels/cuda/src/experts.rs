@@ -7,6 +7,7 @@ use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Epilogue, Norm, PlannedRows};
+use super::trellis::experts::ScoredRows;
 use crate::cuda::choose;
 use crate::cuda::experts::ExpertsArgs;
 use crate::cuda::gemv::GemvArgs;
@@ -36,7 +37,7 @@ pub fn stacked(experts: &Experts) -> usize {
 }
 
 /// Number of experts that a row goes through.
-pub(super) fn chosen(experts: &Experts) -> usize {
+pub fn chosen(experts: &Experts) -> usize {
     experts.per_token + usize::from(experts.shared > 0)
 }
 
@@ -71,6 +72,17 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("experts_up");
+        let rows = ScoredRows {
+            x,
+            norm: Some(norm),
+            out: gated,
+            scores,
+            experts,
+            m,
+        };
+        if self.coded_experts(&o, w, &rows)? {
+            return Ok(());
+        }
         // Ensures that each expert's values are whole spans.
         o.multiple("width of an expert", SPAN, experts.width)?;
         let tiles = 2 * experts.width / TILE;
@@ -102,6 +114,17 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("experts_down");
+        let rows = ScoredRows {
+            x: gated,
+            norm: None,
+            out: x,
+            scores,
+            experts,
+            m,
+        };
+        if self.coded_experts(&o, w, &rows)? {
+            return Ok(());
+        }
         let outputs = w.rows() / stacked(experts).max(1);
         o.multiple("outputs of an expert", TILE, outputs)?;
         check(&o, experts, w.rows(), outputs, m)?;

@@ -1,7 +1,7 @@
 //! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
 //! are read once for all of its rows (a grouped product).
 
-use super::bank::{ExpertStage, LayerBank, StageTurn};
+use super::bank::{ExpertStage, Half, LayerBank, StageTurn};
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
@@ -11,6 +11,7 @@ use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Inputs, PlannedRows, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
+use super::trellis::experts::{EXPANDED_ROWS, PIECES, SORTED_ROWS, SortedRows};
 use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs, StageArgs};
 use crate::cuda::places::ExpertPlaces;
 use nq_kernels::Result;
@@ -60,14 +61,30 @@ struct Grouped {
     /// Rows that a block of the products takes, and the number of blocks.
     block_rows: usize,
     blocks: usize,
+    /// Experts whose weights in trellis codes are expanded at once, or all.
+    of_piece: usize,
 }
 
 impl Grouped {
-    fn new(gpu: &Gpu, e: &Experts, m: usize) -> Self {
+    /// Pieces that experts are multiplied in.
+    fn pieces(&self) -> usize {
+        stacked(&self.experts).div_ceil(self.of_piece).max(1)
+    }
+
+    /// `coded`: gate and up are in a trellis code, and down.
+    fn new(gpu: &Gpu, e: &Experts, m: usize, coded: [bool; 2]) -> Self {
         let routes = m * chosen(e);
         let used = stacked(e).min(routes).max(1);
-        let block_rows = rows_of_experts(gpu, routes / used);
+        let expands = coded == [true; 2] && routes / used >= EXPANDED_ROWS;
+        let block_rows = match coded.contains(&true) && !expands {
+            true => SORTED_ROWS,
+            false => rows_of_experts(gpu, routes / used),
+        };
         Grouped {
+            of_piece: match expands {
+                true => stacked(e).div_ceil(PIECES),
+                false => stacked(e),
+            },
             experts: *e,
             m,
             block_rows,
@@ -93,12 +110,12 @@ impl GroupedRows {
             // As many as blocks of the fewest rows make.
             blocks: gpu.zeros(
                 "activations",
-                routes / 8 + stacked(&experts).min(routes).max(1),
+                routes / 8 + PIECES * stacked(&experts).min(routes).max(1),
             )?,
             sorted: gpu.zeros("activations", routes * padded(hidden))?,
             gated: gpu.zeros("activations", routes * padded(experts.width))?,
             y: gpu.zeros("activations", routes * hidden)?,
-            grouped: Grouped::new(gpu, &experts, 0),
+            grouped: Grouped::new(gpu, &experts, 0, [false; 2]),
             stage: None,
             turn: StageTurn::default(),
         })
@@ -146,6 +163,7 @@ impl Stream {
         output: GemmOutput<'_>,
         routes: usize,
         blocks: &Buffer<[i32; 4]>,
+        first_block: usize,
         (columns, block_rows): (usize, usize),
     ) -> Result<()> {
         let o = self.operands("gemm_experts");
@@ -163,7 +181,7 @@ impl Stream {
             tiles: tiles as i32,
             ..w.sizes()
         };
-        let blocks = o.of("blocks", blocks, &[columns])?;
+        let blocks = o.part("blocks", blocks, first_block, &[columns])?;
         let ProductPlan::Many(plan) = plan else {
             unreachable!("rows of experts are many");
         };
@@ -172,8 +190,9 @@ impl Stream {
     }
 
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
-    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]). Experts that are in a `bank` have to be staged
-    /// before they are multiplied (`Stream::stage_experts`, `Stream::stage_next`).
+    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]), for products with `stacks`, of gate and up and of
+    /// down. Experts that are in a bank have to be staged before they are multiplied (`Stream::stage_experts`,
+    /// `Stream::stage_next`).
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -184,12 +203,14 @@ impl Stream {
         rows: &mut GroupedRows,
         e: &Experts,
         m: usize,
-        bank: Option<&LayerBank>,
+        stacks: [&DeviceLinear; 2],
     ) -> Result<()> {
         let o = self.operands("group_rows");
+        let bank = stacks[0].layer_bank();
         let (k, padded) = (chosen(e), rows.hidden.next_multiple_of(SPAN));
         check(&o, e, stacked(e), 1, m)?;
-        let grouped = Grouped::new(self.gpu(), e, m);
+        let coded = stacks.map(DeviceLinear::is_trellis);
+        let grouped = Grouped::new(self.gpu(), e, m, coded);
         o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
         let places = match bank {
             Some(bank) => {
@@ -205,7 +226,7 @@ impl Stream {
             chosen: o.of("chosen experts", &rows.chosen, &[m, k])?,
             weights: o.of("weights of experts", &rows.weights, &[m, k])?,
             places: o.of("places", &rows.places, &[m, k])?,
-            blocks: o.of("blocks", &rows.blocks, &[grouped.blocks])?,
+            blocks: o.of("blocks", &rows.blocks, &[grouped.pieces(), grouped.blocks])?,
             m: m as i32,
             experts: stacked(e) as i32,
             per_token: k as i32,
@@ -213,7 +234,7 @@ impl Stream {
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
             shared: i32::from(e.shared > 0),
-            before_counts: [0; 1],
+            of_piece: grouped.of_piece as i32,
             counts: places.counts,
             rows: o.optional("rows of experts", rows_of, &[stacked(e)])?,
         };
@@ -290,25 +311,14 @@ impl Stream {
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn grouped_up(&self, w: &DeviceLinear, rows: &mut GroupedRows) -> Result<()> {
         let grouped = rows.grouped;
-        let (e, k) = (grouped.experts, chosen(&grouped.experts));
+        let e = grouped.experts;
         let o = self.operands("grouped_up");
         o.multiple("width of an expert", SPAN, e.width)?;
         check(&o, &e, w.rows(), 2 * e.width, grouped.m)?;
         let staged = rows.stack(&o, w)?;
         let w = staged.as_ref().unwrap_or(w);
-        let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
-        let blocks = (grouped.blocks, grouped.block_rows);
         // SAFETY: `group_rows` wrote the blocks.
-        unsafe {
-            self.gemm_experts(
-                (w, stacked(&e)),
-                x,
-                output,
-                grouped.m * k,
-                &rows.blocks,
-                blocks,
-            )
-        }
+        unsafe { self.grouped_product(&o, w, rows, Half::Up) }
     }
 
     /// Down of what [`Stream::grouped_up`] left, weighted and added to `x` `[m, hidden]`.
@@ -336,19 +346,75 @@ impl Stream {
             width: hidden as i32,
             per_token: k as i32,
         };
-        let (gated, output) = (&rows.gated, GemmOutput::Store(&mut rows.y));
-        let (routes, blocks) = (grouped.m * k, (grouped.blocks, grouped.block_rows));
         // SAFETY: `group_rows` wrote the blocks and the places; the operands were checked.
         unsafe {
-            self.gemm_experts(
-                (w, stacked(&e)),
-                gated,
-                output,
-                routes,
-                &rows.blocks,
-                blocks,
-            )?;
+            self.grouped_product(&o, w, rows, Half::Down)?;
             self.launch(&COMBINE_EXPERTS, shape([grouped.m, 1], 256), &combine)
         }
+    }
+
+    /// The product of the sorted rows with a half of their experts.
+    ///
+    /// # Safety
+    /// [`Stream::group_rows`] wrote the blocks.
+    unsafe fn grouped_product(
+        &self,
+        o: &Operands<'_>,
+        w: &DeviceLinear,
+        rows: &mut GroupedRows,
+        half: Half,
+    ) -> Result<()> {
+        let grouped = rows.grouped;
+        let (all, routes) = (stacked(&grouped.experts), rows.routes());
+        let GroupedRows {
+            sorted,
+            gated,
+            y,
+            blocks,
+            ..
+        } = rows;
+        let expands = w.is_trellis() && grouped.of_piece < all;
+        if w.is_trellis() && !expands {
+            let sorted = SortedRows {
+                x: if half == Half::Up { sorted } else { gated },
+                full: (half == Half::Down).then_some(y),
+                half: (half == Half::Up).then_some(gated),
+                blocks,
+                groups: grouped.blocks,
+                experts: all,
+                routes,
+            };
+            // SAFETY: the caller answers for the blocks, whose rows are as many as those of trellis codes may be.
+            return unsafe { self.sorted_experts(o, w, &sorted) };
+        }
+        if expands {
+            let x = if half == Half::Up { &*sorted } else { &*gated };
+            self.turn_rows_of_experts(o, w, all, x, routes)?;
+        }
+        for piece in 0..grouped.pieces() {
+            let first = piece * grouped.of_piece;
+            let experts = first..all.min(first + grouped.of_piece);
+            let expanded = match expands {
+                true => Some(self.expand_experts(o, w, all, experts.clone())?),
+                false => None,
+            };
+            let (x, output) = match half {
+                Half::Up => (&*sorted, GemmOutput::Silu(gated)),
+                Half::Down => (&*gated, GemmOutput::Store(y)),
+            };
+            // SAFETY: the caller answers for the blocks.
+            unsafe {
+                self.gemm_experts(
+                    (expanded.as_ref().unwrap_or(w), experts.len()),
+                    x,
+                    output,
+                    routes,
+                    blocks,
+                    piece * grouped.blocks,
+                    (grouped.blocks, grouped.block_rows),
+                )?;
+            }
+        }
+        Ok(())
     }
 }

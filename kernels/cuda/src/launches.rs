@@ -75,6 +75,13 @@ impl Trace {
             inputs: 25_600,
             weights: 151_936 * 4096,
             gate: 25_600,
+            experts: CodedExperts {
+                few: 64 * 9,
+                sorted: 2048 * 9,
+                experts: 256,
+                hidden: 4096,
+                width: 768,
+            },
         };
         let room = Some(TrellisRoom::new(&gpu, sizes).unwrap());
         let options = StreamOptions {
@@ -184,8 +191,11 @@ impl Trace {
     /// Experts of `m` rows, each alone and sorted by expert.
     fn experts(&mut self, e: &Experts, hidden: usize, kind: PackedKind, m: usize) {
         let all = stacked(e);
-        let up = DeviceLinear::zeros(&self.gpu, kind, &[all * 2 * e.width], hidden).unwrap();
+        let mut up = DeviceLinear::zeros(&self.gpu, kind, &[all * 2 * e.width], hidden).unwrap();
         let down = DeviceLinear::zeros(&self.gpu, kind, &[all * hidden], e.width).unwrap();
+        if let Some(parts) = &mut up.trellis {
+            parts.paired = true;
+        }
         let (x, gain, scores) = (
             &mut self.zeros(m * hidden),
             self.zeros(hidden),
@@ -205,7 +215,7 @@ impl Trace {
         let mut rows = GroupedRows::new(&self.gpu, *e, hidden, m).unwrap();
         let half = self.zeros(m * hidden.next_multiple_of(256));
         let done = s
-            .group_rows(&half, &scores, &mut rows, e, m, None)
+            .group_rows(&half, &scores, &mut rows, e, m, [&up, &down])
             .and_then(|()| s.grouped_up(&up, &mut rows))
             .and_then(|()| s.grouped_down(&down, &mut rows, x));
         self.note(format_args!("grouped {case}"), done);

@@ -73,7 +73,7 @@ pub use engine::{
     CudaEagle, CudaEngine, CudaMtp, CudaTower, ParallelEngine, check_shape, placed, planned,
     planned_tower, served, unserved_tower,
 };
-pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
+pub use experts::{MOST_CHOSEN, MOST_EXPERTS, chosen, gated_width, stacked};
 pub use gather::{GatheredRows, GatheredSizes};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};
@@ -95,5 +95,6 @@ pub use step_layers::{
 };
 pub use table::table;
 pub use tower::{ImageGrid, ImageHeads, LayerNorm};
+pub use trellis::experts::CodedExperts;
 pub use trellis::room::{TrellisRoom, TrellisSizes};
 pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, packed_weights};

@@ -9,6 +9,7 @@ use super::trellis::stack::{TrellisParts, upload, weights};
 use crate::cuda::places::ExpertPlaces;
 use crate::cuda::reference::LinearReferenceArgs;
 use crate::cuda::weights::PackedWeight;
+use nq_formats::trellis::STRIP;
 use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::{Error, Result};
 use nq_model::Dims;
@@ -32,14 +33,22 @@ impl PackedShape {
         }
     }
 
-    /// Bytes of codes; a size that no memory has is refused later, not wrapped to a small one.
+    /// Bytes of codes, in a trellis code of whole strips and spans; a size that no memory has is refused later, not wrapped
+    /// to a small one.
     pub(super) fn codes_bytes(self) -> usize {
+        if let PackedKind::Trellis(scheme) = self.kind {
+            let strips = (self.tiles * TILE).div_ceil(STRIP);
+            return strips.saturating_mul(scheme.strip_bytes(self.spans * SPAN));
+        }
         let records = self.tiles.saturating_mul(self.spans);
         records.saturating_mul(self.kind.code_bytes())
     }
 
-    /// Bytes of scales and zero-points.
+    /// Bytes of scales and zero-points; in a trellis code those of rows.
     pub(super) fn meta_bytes(self) -> usize {
+        if let PackedKind::Trellis(_) = self.kind {
+            return self.tiles * TILE * size_of::<u16>();
+        }
         let records = self.tiles.saturating_mul(self.spans);
         records.saturating_mul(self.kind.meta_bytes())
     }
@@ -289,7 +298,7 @@ impl DeviceLinear {
             rows: tiles * TILE,
             inputs: half.inputs,
             scale: half.scale,
-            trellis: None,
+            trellis: half.coded().map(TrellisParts::share),
             exl3: None,
             order: None,
             bank: Some(half),

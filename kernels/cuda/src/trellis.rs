@@ -4,6 +4,7 @@
 //! transformed before a product: of up to [`MOST_ROWS`] rows they become digits, which the bytes of states multiply as
 //! integers; for more, the weights' values become FP16, a product at a time, and other kernels multiply them.
 
+pub(super) mod experts;
 pub(super) mod room;
 pub(super) mod rows;
 pub(super) mod stack;

@@ -33,8 +33,8 @@ pub struct QuantizeArgs {
     pub bits: f32,
     /// Trellis codes instead of integers: two fifths less divergence in the same bytes. Their --bits are 2, 2.5, 3,
     /// 3.5, 4, 5 or 6. CPUs read prompts more slowly, those with AVX2 alone decode at 0.3 of the speed, GPUs at 0.55 to
-    /// 0.7; GPUs hold experts as FP16. Embedding and head get two bits more. `--trellis=sum` (2, 3, 4, 5 or 6) has a
-    /// tenth less divergence than octagon, the default, and products take twice the time
+    /// 0.7. Embedding and head get two bits more. `--trellis=sum` (2, 3, 4, 5 or 6) has a tenth less divergence than
+    /// octagon, the default, and products take twice the time
     #[arg(long, value_name = "CODE", num_args = 0..=1, require_equals = true, default_missing_value = "octagon",
           conflicts_with_all = ["group_size", "asym", "sym", "clip"])]
     pub trellis: Option<Code>,

@@ -91,7 +91,7 @@ pub(crate) fn grouped(t: &mut Timing) -> Result<()> {
             let moved = 2 * m * (1 + e.per_token) * hidden;
             t.alone(&format!("group {m} rows {name}"), moved, |_| {
                 t.stream
-                    .group_rows(&b.half, &scores, &mut rows, &e, m, None)
+                    .group_rows(&b.half, &scores, &mut rows, &e, m, [&up[0], &down[0]])
             })?;
             t.alone(&format!("up of {m} rows {name}"), read(&up[0]), |turn| {
                 t.stream.grouped_up(&up[turn % up.len()], &mut rows)

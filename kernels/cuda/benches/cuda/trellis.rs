@@ -2,8 +2,8 @@
 
 use super::timing::{Scheme, Timing};
 use nq_cuda::{
-    Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, Stack, StreamOptions, TrellisRoom,
-    TrellisSizes, Uploader,
+    CodedExperts, Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, Stack, StreamOptions,
+    TrellisRoom, TrellisSizes, Uploader,
 };
 use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
 use nq_formats::{Exl3Code, Exl3Scheme, Exl3Weight, QuantizedWeight, Weight};
@@ -86,6 +86,7 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
         inputs: 12288,
         weights: 24576 * 4096,
         gate: 12288,
+        experts: CodedExperts::default(),
     };
     let room = TrellisRoom::new(&t.gpu, sizes)?;
     let stream = t.gpu.stream_with(StreamOptions {

@@ -397,7 +397,12 @@ impl Stream {
     }
 
     /// Appends the keys and values of a step's `m` rows to the cache, with the operands of its attention.
-    fn append_step(&self, attention: &AttentionArgs, m: usize, cache: LayerPages<'_>) -> Result<()> {
+    fn append_step(
+        &self,
+        attention: &AttentionArgs,
+        m: usize,
+        cache: LayerPages<'_>,
+    ) -> Result<()> {
         let args = AppendArgs {
             qkv: attention.qkv,
             rows: Address::NULL,

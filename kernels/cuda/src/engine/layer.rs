@@ -2,6 +2,7 @@
 
 use super::host_experts::{HostExperts, is_of_experts};
 use super::residency::ModelBank;
+use crate::pack::SPAN;
 use crate::{Buffer, DeviceLinear, HalfRows, MOST_EXPERTS};
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::Layer;
@@ -88,6 +89,8 @@ pub(super) struct HeldLayer {
     stacks: Stacks,
     /// The experts are in the computer's memory.
     experts_on_host: bool,
+    /// Experts in trellis codes are held as FP16.
+    plain_experts: bool,
 }
 
 impl HeldLayer {
@@ -98,7 +101,17 @@ impl HeldLayer {
         experts_on_host: bool,
         kind: impl Fn(LinearKind) -> WeightKind,
     ) -> Self {
+        // Those of nq's codes are read in whole strips and spans; EXL3's differ in scales of inputs.
+        let whole = |e: Experts| {
+            [e.width, c.hidden_size]
+                .iter()
+                .all(|n| n.is_multiple_of(SPAN))
+        };
+        let of_experts = [LinearKind::Gate, LinearKind::Up, LinearKind::Down];
+        let has_experts = spec.experts().is_some();
+        let exl3 = |&l: &LinearKind| has_experts && matches!(kind(l), WeightKind::Exl3(_));
         HeldLayer {
+            plain_experts: !c.experts.is_some_and(whole) || of_experts.iter().any(exl3),
             spec,
             stacks: match experts_on_host {
                 true => Stacks::apart(spec),
@@ -116,9 +129,9 @@ impl HeldLayer {
         }
     }
 
-    /// True for products whose kernels do not read trellis codes.
+    /// True for products whose kernels do not read the trellis codes that their weights are in.
     pub(super) fn is_plain(&self, product: &Product) -> bool {
-        is_of_experts(self.spec, product)
+        self.plain_experts && is_of_experts(self.spec, product)
     }
 
     /// True if the shared expert stands behind the others.

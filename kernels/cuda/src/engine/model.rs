@@ -11,8 +11,8 @@ use super::request::MemoryRequest;
 use super::residency::{BankLayers, ModelBank};
 use super::session::step_rows::most_together;
 use super::weights::{
-    self, TrellisCodes, bank_sizes, half_of_experts, has_sorted_inputs, no_weight,
-    stored_by_layer, told_kinds, weight_bytes,
+    self, TrellisCodes, bank_sizes, half_of_experts, has_sorted_inputs, no_weight, stored_by_layer,
+    told_kinds, weight_bytes,
 };
 use crate::bank::StageSizes;
 use crate::pack::{SPAN, TILE};
@@ -99,8 +99,8 @@ impl Slower {
         if self.held > 0 {
             progress.note(&format!(
                 "on this device {} of weights are held as {} of FP16: there are no kernels for experts in activation \
-                 order, some groups of 16, products with parts that no scheme or order holds together, and experts in \
-                 trellis codes",
+                 order, some groups of 16, products with parts that no scheme or order holds together, experts in EXL3, and \
+                 some in trellis codes",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));

@@ -1,5 +1,6 @@
 //! Memory between the kernels of a product in trellis codes.
 
+use super::experts::CodedExperts;
 use crate::driver::{Buffer, Gpu};
 use crate::pack::SPAN;
 use nq_formats::trellis::TILE as COLUMNS;
@@ -22,6 +23,8 @@ pub struct TrellisSizes {
     pub weights: usize,
     /// Most outputs of a gate in EXL3's codes.
     pub gate: usize,
+    /// Mixtures, if there are any.
+    pub experts: CodedExperts,
 }
 
 /// Memory between the kernels of a product, which a stream has for one after the other.
@@ -60,19 +63,23 @@ impl TrellisRoom {
         let inputs = sizes.inputs.next_multiple_of(BLOCK);
         // Digits of octagons, and of EXL3, are the widest.
         let digits = groups * digit_bytes(Code::Octagon, group, inputs);
+        let digits = digits.max(sizes.experts.digit_bytes());
+        let steps = (groups * group).max(sizes.experts.digit_rows());
         let blocks = gpu.info().multiprocessors;
+        let parts = groups * blocks * 2 * 2 * STRIP * group;
         let many = if sizes.many > sizes.rows {
             sizes.many
         } else {
             0
         };
         let expanded = if many > 0 { sizes.weights } else { 0 };
+        let expanded = expanded.max(sizes.experts.expanded());
         let zeros = |bytes| gpu.zeros("activations", bytes);
         Ok(TrellisRoom {
             sizes,
             digits: zeros(digits)?,
-            steps: gpu.zeros("activations", groups * group)?,
-            parts: gpu.zeros("activations", groups * blocks * 2 * 2 * STRIP * group)?,
+            steps: gpu.zeros("activations", steps)?,
+            parts: gpu.zeros("activations", parts.max(sizes.experts.parts()))?,
             gate: gpu.zeros("activations", sizes.rows * sizes.gate)?,
             expanded: zeros(expanded * 2)?,
             no_meta: zeros(0)?,

@@ -3,7 +3,7 @@
 use super::room::{GROUPS, TrellisRoom, digit_bytes, grouped};
 use crate::cuda::trellis_inputs::TrellisInputsArgs;
 use crate::cuda::trellis_rows::{ROWS_SHARED, TrellisRowsArgs};
-use crate::driver::{Address, LaunchShape, Stream};
+use crate::driver::{Address, GpuInfo, LaunchShape, Stream};
 use crate::kernel::Instance;
 use crate::pack::SPAN;
 use crate::product::{Inputs, OutputAddresses, Product};
@@ -12,7 +12,7 @@ use nq_formats::trellis::{BLOCK, Code, LANES, STRIP};
 use nq_kernels::Result;
 
 /// Threads of the kernels of products, by group.
-const THREADS: [usize; 2] = [512, 256];
+pub(super) const THREADS: [usize; 2] = [512, 256];
 /// Most inputs of a product: the sum of their digits has 32 bits.
 const MOST_INPUTS: usize = 32_768;
 
@@ -34,11 +34,22 @@ pub(crate) struct CodedProduct {
 
 /// Shared memory of a product, without the row of x of which it makes digits itself: `RowsOf::ROW` of
 /// `cuda/trellis_rows.cuh`. `unit`: bytes of a tile of a strip.
-fn rows_shared_of(unit: usize, which: usize) -> usize {
+pub(super) fn rows_shared_of(unit: usize, which: usize) -> usize {
     let (group, warps) = (GROUPS[which], THREADS[which] / LANES);
     let end = (warps / 2 + 2) * STRIP * group * size_of::<f32>() + 1024;
     let stages = ((ROWS_SHARED - end) / (warps * unit)).min(4);
     stages * warps * unit + end
+}
+
+/// Whether the blocks of one row's product have room for that row, of which they then make digits themselves, and their
+/// bytes of shared memory.
+pub(super) fn has_row(info: &GpuInfo, unit: usize, inputs: usize) -> (bool, usize) {
+    let shared = rows_shared_of(unit, 0);
+    let with_row = shared + inputs * size_of::<f32>();
+    match with_row <= info.shared_memory {
+        true => (true, with_row),
+        false => (false, shared),
+    }
 }
 
 impl Stream {
@@ -68,12 +79,13 @@ impl Stream {
         let mut steps = o.of("steps", &room.steps, &[groups, group])?;
         let (gain, eps) = (norm.gain(o, inputs)?, norm.eps());
         // Of one row the blocks of the product prepare it themselves, where there is room for it.
-        let has_room = o.gpu().info().shared_memory;
-        let mut shared = rows_shared_of(w.unit, which);
-        let with_row = shared + inputs * size_of::<f32>();
-        let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && with_row <= has_room;
+        let (has_room, with_row) = has_row(o.gpu().info(), w.unit, inputs);
+        let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && has_room;
+        let shared = match owns {
+            true => with_row,
+            false => rows_shared_of(w.unit, which),
+        };
         if owns {
-            shared = with_row;
             (digits, steps) = (Address::NULL, Address::NULL);
         } else {
             let args = TrellisInputsArgs {
@@ -89,10 +101,11 @@ impl Stream {
                 group: group as i32,
                 eps,
                 holds_dependents: i32::from(p.holds_dependents),
+                sorted: Address::NULL,
             };
             // `trellis_inputs.cu`: a row, padded against bank conflicts.
             let row = inputs * 5 + 256;
-            o.at_most("bytes of a row of x", has_room, row)?;
+            o.at_most("bytes of a row of x", o.gpu().info().shared_memory, row)?;
             let shape = LaunchShape::new([m, 1, 1], 512).shared(row).overlapping();
             // SAFETY: the operands were checked.
             unsafe { self.launch(w.prepare, shape, &args)? };

@@ -1,12 +1,16 @@
 //! The experts that rows are routed to.
 
 use super::{GUARD, INT4, INT8, finish, gpu, guarded, is_sanitizing, kinds, pack, scheme};
-use nq_cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
+use nq_cuda::{
+    CodedExperts, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Norm, RowsOut, Stack, Stream, StreamOptions,
+    TrellisRoom, TrellisSizes, chosen, gated_width, stacked,
+};
+use nq_formats::trellis::{Code, TrellisScheme};
 use nq_formats::{Bits, Weight, Zeros};
 use nq_kernels::{Routes, reference};
-use nq_model::{DType, Experts};
+use nq_model::{DType, Dims, Experts};
 use nq_testkit::compare::nmse;
-use nq_testkit::weights::{affine, dense, normal};
+use nq_testkit::weights::{affine, dense, normal, trellis};
 
 /// Numbers of rows that kernels are tested with.
 const ROWS: [usize; 5] = [1, 2, 3, 16, 33];
@@ -133,7 +137,7 @@ fn check_many(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Ex
             };
             stream.rms_norm(&y, None, &gains, &out, m, 1e-6).unwrap();
             stream
-                .group_rows(&normed, &scores, &mut rows, e, m, None)
+                .group_rows(&normed, &scores, &mut rows, e, m, [&gate_up, &down])
                 .unwrap();
             stream.grouped_up(&gate_up, &mut rows).unwrap();
             stream.grouped_down(&down, &mut rows, &mut y).unwrap();
@@ -201,6 +205,51 @@ fn experts_of_rows() {
 #[test]
 fn experts_of_many_rows() {
     with_every_kind(check_many);
+}
+
+/// Experts in trellis codes: of steps and of units that do not fill words, in blocks of several strips or with several for a
+/// strip, and with an expert that all rows go through.
+#[test]
+fn experts_in_trellis_codes() {
+    let Some(gpu) = gpu() else { return };
+    for (code, bits, hidden, e) in [
+        (Code::Octagon, 3.0, 512, experts(5, 2, 256, true)),
+        (Code::Octagon, 2.5, 256, sharing(experts(5, 3, 256, false))),
+        (Code::Octagon, 4.0, 768, sharing(experts(9, 1, 512, true))),
+        (Code::Sum, 3.0, 256, experts(4, 4, 768, true)),
+        (Code::Sum, 6.0, 512, experts(40, 10, 256, true)),
+        (Code::Octagon, 3.0, 2048, experts(12, 8, 768, true)),
+    ] {
+        if is_sanitizing() && hidden == 2048 {
+            continue;
+        }
+        let scheme = TrellisScheme::of_bits(code, bits).unwrap();
+        // Gate and up have the same scales of inputs.
+        let make = |out, inputs, seed| trellis(scheme, Dims::new(out, inputs), seed, inputs as u64);
+        let stacks = Stacks::new(hidden, &e, make);
+        let most = 36 * e.count / e.per_token;
+        let sizes = TrellisSizes {
+            rows: MOST_TRELLIS_ROWS,
+            many: MOST_TRELLIS_ROWS,
+            inputs: hidden,
+            weights: 0,
+            gate: 0,
+            experts: CodedExperts {
+                few: ROWS[ROWS.len() - 1] * chosen(&e),
+                sorted: most * chosen(&e),
+                experts: stacked(&e),
+                hidden,
+                width: e.width,
+            },
+        };
+        let options = StreamOptions {
+            room: Some(TrellisRoom::new(&gpu, sizes).unwrap()),
+            ..StreamOptions::default()
+        };
+        let stream = gpu.stream_with(options).unwrap();
+        check(&gpu, &stream, &stacks, hidden, &e);
+        check_many(&gpu, &stream, &stacks, hidden, &e);
+    }
 }
 
 /// Widths of Qwen3-30B-A3B and of 480B, with fewer experts.

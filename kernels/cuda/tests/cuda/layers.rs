@@ -3,10 +3,10 @@
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
 use nq_cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
-    DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
-    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, StreamOptions,
-    TrellisRoom, TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, CodedExperts, DeltaVectors,
+    DeviceLinear, DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch,
+    LayersSizes, Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream,
+    StreamOptions, TrellisRoom, TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
 };
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
@@ -315,6 +315,7 @@ fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: LayersShape, schemes: &[
         inputs: hidden.max(mlp).max(heads * case.dim),
         weights: 0,
         gate: 0,
+        experts: CodedExperts::default(),
     };
     let options = StreamOptions {
         room: trellis.then(|| TrellisRoom::new(gpu, room).unwrap()),

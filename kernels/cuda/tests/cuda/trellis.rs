@@ -3,9 +3,10 @@
 use super::{activations, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_cuda::{
-    Buffer, Checked, Columns, DeviceLinear, GemmOutput, GemvOutput, Gpu, MOST_SEQUENCES,
-    MOST_TRELLIS_ROWS, Norm, PartialSums, Places, Stack, Step, StepBounds, StepOutput, Stream,
-    StreamOptions, TrellisRoom, TrellisSizes, Uploader, best_len, operand_index, packed_weights,
+    Buffer, Checked, CodedExperts, Columns, DeviceLinear, GemmOutput, GemvOutput, Gpu,
+    MOST_SEQUENCES, MOST_TRELLIS_ROWS, Norm, PartialSums, Places, Stack, Step, StepBounds,
+    StepOutput, Stream, StreamOptions, TrellisRoom, TrellisSizes, Uploader, best_len,
+    operand_index, packed_weights,
 };
 use nq_formats::trellis::Code;
 use nq_formats::{TrellisScheme, Weight};
@@ -29,6 +30,7 @@ pub(super) fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
         inputs,
         weights: packed_weights(outputs, inputs),
         gate: outputs / 2,
+        experts: CodedExperts::default(),
     };
     let room = TrellisRoom::new(gpu, sizes).unwrap();
     gpu.stream_with(StreamOptions {

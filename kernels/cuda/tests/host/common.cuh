@@ -95,7 +95,16 @@ inline void __syncwarp() { meet(warp_of_grid(), 32); }
 // A named barrier of a block; one of a cluster.
 inline void meet_block(int name, int threads) { meet(uint64_t(1) << 32 | this_block() << 4 | name, threads); }
 inline void __syncthreads() { meet_block(0, threads_of_block); }
-inline bool __syncthreads_and(bool) { fail("no kernel that runs here votes in a block"); }
+inline bool __syncthreads_and(bool vote) {
+    static std::map<unsigned, bool> votes;
+    bool& all = votes[this_block()];
+    __syncthreads();
+    all = true;
+    __syncthreads();
+    all &= vote;
+    __syncthreads();
+    return all;
+}
 inline void meet_kernel() { meet(uint64_t(3) << 32 | this_kernel(), blocks_of_grid * threads_of_block); }
 inline void meet_cluster() { meet(uint64_t(2) << 32 | this_block() / BLOCKS_OF_CLUSTER, BLOCKS_OF_CLUSTER * threads_of_block); }
 

@@ -171,6 +171,142 @@ void check_rows(const char* name, Epilogue epilogue, Source source, const std::v
     }
 }
 
+// A mixture: the experts of each row by its scores, one row at a time, or rows sorted by expert.
+template <class C, int GROUP>
+void check_experts(const char* name, int experts, int per_token, int m, bool owns, bool shared, bool table, unsigned blocks) {
+    using Of = RowsOf<C, GROUP>;
+    constexpr int WIDTH = 2 * STRIP, HIDDEN = 3 * STRIP;
+    // Stacks of all experts: rows of the places are those of each.
+    auto stack = [&](int parts, int strips, int tiles) {
+        std::vector<Place> places;
+        for (int i = 0; i < experts * strips * parts; i++) places.push_back({i / parts % strips * STRIP, STRIP});
+        return Weight<C>(places, tiles);
+    };
+    const Weight<C> up = stack(2, WIDTH / STRIP, HIDDEN / TILE), down = stack(1, HIDDEN / STRIP, WIDTH / TILE);
+    const int k = per_token + shared, all = experts, routes = m * k, padded = 512;
+    std::vector<float> x(m * HIDDEN), gain(HIDDEN), scores(m * all);
+    for (auto& v : gain) v = draw.between(.5f, 2);
+    for (auto& v : scores) v = draw.between(-2, 2);
+    std::vector<int> chosen(routes);
+    std::vector<double> weights(routes);
+    std::vector<Values> normed;
+    for (int r = 0; r < m; r++) {
+        const float* const own = &scores[r * all];
+        std::vector<int> order(all - shared);
+        for (size_t e = 0; e < order.size(); e++) order[e] = e;
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return own[a] > own[b]; });
+        double sum = 0, square = 0;
+        for (int s = 0; s < per_token; s++) sum += exp(own[order[s]]);
+        for (int s = 0; s < per_token; s++) chosen[r * k + s] = order[s], weights[r * k + s] = exp(own[order[s]]) / sum;
+        if (shared) chosen[r * k + per_token] = all - 1, weights[r * k + per_token] = 1 / (1 + exp(-own[all - 1]));
+        Values row(HIDDEN);
+        for (int i = 0; i < HIDDEN; i++) x[r * HIDDEN + i] = draw.between(-1, 1) * (r + 1), square += x[r * HIDDEN + i] * x[r * HIDDEN + i];
+        for (int i = 0; i < HIDDEN; i++) row[i] = x[r * HIDDEN + i] * gain[i] / sqrt(square / HIDDEN + 1e-6);
+        normed.push_back(up.turned(row));
+    }
+    auto product = [](const Weight<C>& w, int row, const Values& x) {
+        double sum = 0;
+        for (int i = 0; i < w.inputs; i++) sum += w.rows[row][i] * x[i];
+        return sum;
+    };
+    // Sorted rows: one block of an expert's rows after the other, with one for nobody behind them.
+    std::vector<int4> sorted;
+    std::vector<int> place(routes), route_at;
+    for (int e = 0; GROUP == 16 && e < all; e++) {
+        const int begin = route_at.size();
+        for (int i = 0; i < routes; i++)
+            if (chosen[i] == e) place[i] = route_at.size(), route_at.push_back(i);
+        const int end = route_at.size();
+        for (int at = begin; at < end; at += GROUP) sorted.push_back(make_int4(e, at, min(at + GROUP, end), 0));
+    }
+    if (GROUP == 16) sorted.push_back(make_int4(0, 0, 0, 0));
+    else for (int i = 0; i < routes; i++) place[i] = i;
+    const unsigned groups = GROUP == 16 ? sorted.size() : routes;
+
+    // What an expert has, where a table leads to: codes and scales of gate and up, then those of down.
+    ExpertPlaces at = {};
+    std::vector<std::vector<uint4>> apart(all);
+    std::vector<uint64_t> addresses(all);
+    std::vector<uint32_t> counts(all);
+    const size_t of_up = up.words.size() * 16 / all, of_down = down.words.size() * 16 / all, up_scales = 2 * WIDTH * 2, down_scales = HIDDEN * 2;
+    for (int e = 0; table && e < all; e++) {
+        apart[e].resize((of_up + of_down + up_scales + down_scales) / 16);
+        uint8_t* const to = reinterpret_cast<uint8_t*>(apart[e].data());
+        memcpy(to, reinterpret_cast<const uint8_t*>(up.words.data()) + e * of_up, of_up);
+        memcpy(to + of_up, reinterpret_cast<const uint8_t*>(down.words.data()) + e * of_down, of_down);
+        memcpy(to + of_up + of_down, up.row_scales.data() + e * 2 * WIDTH, up_scales);
+        memcpy(to + of_up + of_down + up_scales, down.row_scales.data() + e * HIDDEN, down_scales);
+        addresses[e] = reinterpret_cast<uint64_t>(to);
+    }
+    if (table) at = {addresses.data(), counts.data(), {0, uint32_t(of_up)}, {uint32_t(of_up + of_down), uint32_t(of_up + of_down + up_scales)}};
+
+    Guarded<float> gated(routes * WIDTH, -77.f), out(GROUP == 16 ? routes * HIDDEN : m * HIDDEN, 3.f);
+    Guarded<__half> gated_half(routes * padded, __float2half(0.f));
+    Guarded<uint32_t> parts(size_t(groups) * blocks * 4 * Of::OUTPUTS, 0);
+    std::vector<__half> half(routes * padded);
+    for (int i = 0; GROUP == 16 && i < routes; i++)
+        for (int j = 0; j < HIDDEN; j++) {
+            const int r = i / k;
+            double square = 0;
+            for (int n = 0; n < HIDDEN; n++) square += x[r * HIDDEN + n] * x[r * HIDDEN + n];
+            half[place[i] * padded + operand_index(j)] = __float2half(x[r * HIDDEN + j] * gain[j] / sqrt(square / HIDDEN + 1e-6));
+        }
+
+    bool right = true;
+    for (int down_too = 0; down_too < 2; down_too++) {
+        const Weight<C>& w = down_too ? down : up;
+        const int inputs = w.inputs, tiles = inputs / TILE, strips = w.strips / all, rows = GROUP == 16 ? int(groups) * GROUP : down_too ? routes : m;
+        const bool makes = GROUP == 4 && owns;
+        Guarded<uint2> digits(size_t(rows + GROUP) * tiles * DIGITS<C::OCTAGON> * 8, make_uint2(0x5a5a5a5a, 0xa5a5a5a5));
+        Guarded<float2> steps(rows + GROUP, make_float2(NAN, NAN));
+        const float* const from = down_too ? gated.data() : x.data();
+        const TrellisInputsArgs inputs_args = {GROUP == 16 ? nullptr : from, GROUP == 16 ? down_too ? gated_half.data() : half.data() : nullptr,
+                                               GROUP == 16 || down_too ? nullptr : gain.data(), w.input_scales.data(), digits.data(), steps.data(), rows, inputs,
+                                               GROUP == 16 && down_too ? 256 : padded, GROUP, 1e-6f, 1, GROUP == 16 ? sorted.data() : nullptr};
+        if (!makes) launch(rows, INPUTS_WARPS * 32, 0, [&] { C::OCTAGON ? trellis_inputs_octagon(inputs_args) : trellis_inputs_sum(inputs_args); });
+        const int epilogue = !down_too ? SILU : GROUP == 16 ? STORE : ADD;
+        TrellisRowsArgs args = {w.words.data(), w.row_scales.data(), w.places.data(), makes ? nullptr : digits.data(), makes ? nullptr : steps.data(),
+                                makes ? from : nullptr, down_too ? nullptr : gain.data(), w.input_scales.data(), down_too ? out.data() : GROUP == 4 ? gated.data() : nullptr,
+                                !down_too && GROUP == 16 ? gated_half.data() : nullptr, nullptr, parts.data(), nullptr, m, down_too ? HIDDEN : 2 * WIDTH, strips, tiles,
+                                256, epilogue, 1e-6f, 0};
+        args.scores = GROUP == 4 ? scores.data() : nullptr, args.sorted = GROUP == 16 ? sorted.data() : nullptr;
+        args.experts_at = at, args.experts = all, args.per_token = k, args.normalized = 1, args.shared = shared;
+        // Few rows add up whole strips.
+        launch(Grid(down_too && GROUP == 4 ? 3 : blocks, groups), Of::THREADS, draw.bits() | 1, [&] { TrellisRows<C, GROUP>(args).run(); });
+        right &= digits.kept() && steps.kept();
+    }
+    for (uint32_t v : parts.all) right &= v == 0;
+    right &= gated.kept() && gated_half.kept() && out.kept() && parts.kept();
+    for (int e = 0; table && GROUP == 4 && e < all; e++) right &= counts[e] == uint32_t(std::count(chosen.begin(), chosen.end(), e));
+    double error = 0, square = 0;
+    for (int r = 0; r < m; r++) {
+        Values sum(HIDDEN);
+        for (int s = 0; s < k; s++) {
+            const int i = r * k + s, e = chosen[i];
+            Values row(WIDTH);
+            for (int n = 0; n < WIDTH; n++) {
+                const int strip = (e * (WIDTH / STRIP) + n / STRIP) * 2;
+                const double gate = product(up, strip * STRIP + n % STRIP, normed[r]), value = product(up, (strip + 1) * STRIP + n % STRIP, normed[r]);
+                row[n] = gate / (1 + exp(-gate)) * value * (GROUP == 4 ? weights[i] : 1);
+            }
+            row = down.turned(row);
+            for (int n = 0; n < HIDDEN; n++) {
+                const double v = product(down, e * HIDDEN + n, row);
+                sum[n] += v;
+                if (GROUP == 4) continue;
+                const double found = out.data()[place[i] * HIDDEN + n];
+                error += (found - v) * (found - v), square += v * v;
+            }
+        }
+        for (int n = 0; GROUP == 4 && n < HIDDEN; n++) {
+            const double found = out.data()[r * HIDDEN + n] - 3.;
+            error += (found - sum[n]) * (found - sum[n]), square += sum[n] * sum[n];
+        }
+    }
+    report(right && error < square * (GROUP == 4 ? 1e-8 : 1e-6), "%d experts of %s by %d rows, %d of a row%s%s%s, m = %d, %u blocks: NMSE %.1e", experts, name, GROUP, k,
+           shared ? ", one shared" : "", table ? ", by a table" : "", owns ? ", own digits" : "", m, blocks, error / square);
+}
+
 template <class C>
 void check_expand(const char* name, void (*kernel)(const TrellisExpandArgs), const std::vector<Place>& places, int tiles, bool silu, int first) {
     const Weight<C> w(places, tiles);
@@ -263,6 +399,12 @@ int main() {
 #define CHECK(code) check<code>(#code, trellis_expand_##code, trellis_embed_##code, nth++);
     TRELLIS_CODES(CHECK)
     check_turn();
+    check_experts<octagon6, 4>("octagon6", 8, 3, 1, true, false, false, 5);
+    check_experts<octagon4, 4>("octagon4", 5, 2, 3, false, true, true, 1);
+    check_experts<sum6, 4>("sum6", 5, 2, 2, true, true, false, 4);
+    check_experts<sum3, 4>("sum3", 12, 10, 1, false, false, false, 2);
+    check_experts<octagon5, 16>("octagon5", 4, 2, 21, false, false, false, 1);
+    check_experts<sum2, 16>("sum2", 4, 2, 9, false, true, true, 3);
     // A warp has many units of a strip; a block has many strips; more blocks than units; blocks that begin and end within a strip, and
     // those of a pair that have of one strip only.
     check_rows<octagon8, 4>("octagon8", STORE, NORMALIZED, FUSED, 120, 1, 2);

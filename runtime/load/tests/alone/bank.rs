@@ -3,7 +3,8 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
-use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, Group, Progress, TrellisScheme, Zeros};
 use nq_kernels::Account;
 use nq_load::{gpu, load};
 use nq_model::{ARCHITECTURES, ModelConfig};
@@ -66,6 +67,7 @@ fn whatever_has_room_computes_the_same() {
         return;
     }
     let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let octagon = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
     let held = || Account::of_all_gpus().held();
     // Of sizes that the kernel of all layers takes, and of sizes that it does not; each with experts of about a megabyte, as
     // memory is allotted by two.
@@ -85,12 +87,17 @@ fn whatever_has_room_computes_the_same() {
         experts: Some(experts(7, 2048, 2048)),
         ..wide_hybrid("qwen35moe", 4, false)
     };
-    for (config, name) in [
-        (at_once, "at once"),
-        (by_kernels, "by kernels"),
-        (with_shared, "a shared one"),
+    for (config, name, coded) in [
+        (at_once.clone(), "at once", false),
+        (by_kernels, "by kernels", false),
+        (with_shared, "a shared one", false),
+        (at_once, "in trellis codes", true),
     ] {
-        let store = Store::random(&config, 5).quantized(int4);
+        let store = Store::random(&config, 5);
+        let store = match coded {
+            true => store.in_trellises(|_| octagon),
+            false => store.quantized(int4),
+        };
         let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |gpu_memory, host_memory| {
             let options = LoadOptions {

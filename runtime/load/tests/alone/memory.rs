@@ -41,7 +41,7 @@ fn plans_are_what_is_taken() {
         ..dense(tied)
     };
     let blocks_of_experts = || ModelConfig {
-        hidden_size: 384,
+        hidden_size: 512,
         ..wide_hybrid("qwen35moe", 4, false)
     };
     let with_mtp = |gguf, value_heads, tiled| ModelConfig {

@@ -1,7 +1,9 @@
 //! The GPU engine against the CPU's. Without a GPU the tests say that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
-use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
+use crate::common::{
+    Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens, wide_hybrid,
+};
 use nq_formats::gguf::BlockType;
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Tensor, TrellisScheme, Weight, Zeros};
@@ -345,6 +347,43 @@ fn trellis_codes_agree_with_the_cpu() {
                 1.5e-2,
                 0,
             );
+        }
+    }
+}
+
+/// Experts in codes of their own, whose rows are few or many, and those in codes that are held as FP16.
+#[test]
+fn experts_in_trellis_codes_agree_with_the_cpu() {
+    let trellis = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
+    let (three, six) = (trellis(Code::Octagon, 3.0), trellis(Code::Sum, 6.0));
+    for (hidden, shared) in [(512, false), (384, false), (256, true)] {
+        let config = match shared {
+            true => wide_hybrid("qwen35moe", 4, false),
+            false => ModelConfig {
+                hidden_size: hidden,
+                ..mixture()
+            },
+        };
+        // Routers choose far from ties.
+        let store = mixture_store(&config, None).in_trellises(|name| match name {
+            name if name.contains("down") => six,
+            _ => three,
+        });
+        let cpu = nq(&config, &store);
+        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        let what = format!("{hidden} inputs of experts in trellis codes");
+        let spec = session_spec(2, 192, KvType::F16, 128);
+        let (mut ours, mut theirs) = (gpu.session(spec).unwrap(), cpu.session(spec).unwrap());
+        let text = tokens(160, 11);
+        let mut at = 0;
+        for rows in [64, 16, 2, 1, 50] {
+            let part = &text[at..at + rows];
+            let (found, expected) = (feed(&mut *ours, 0, part), feed(&mut *theirs, 0, part));
+            let far = far_rows(&found, &expected, config.vocab_size, 1.5e-2);
+            assert_eq!(far, 0, "{what}, {rows} rows");
+            at += rows;
         }
     }
 }

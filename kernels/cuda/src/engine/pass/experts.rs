@@ -58,8 +58,8 @@ impl Pass<'_> {
             let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
             let routes = ("routes", "fused", Dims::new(all, each));
             stream.timed(routes, 0, || {
-                let bank = up.linear.layer_bank();
-                stream.group_rows(&halves.normed, scores, grouped, shape, m, bank)
+                let stacks = [&up.linear, &down.linear];
+                stream.group_rows(&halves.normed, scores, grouped, shape, m, stacks)
             })?;
             if let (Some(bank), Some(of_layer)) = (&on.layers.bank, up.linear.layer_bank()) {
                 let key = ("experts from the host", "fused", Dims::new(all, each));

@@ -210,6 +210,26 @@ fn planned_mixtures_take_what_their_matrices_do() {
     }
 }
 
+/// Experts in trellis codes take their own bits, on the device and in banks; scales of rows and the like a hundredth more.
+#[test]
+fn experts_in_trellis_codes_take_their_bits() {
+    let preset = nq_model::Preset::find("qwen3-30b-a3b").unwrap();
+    let config = preset.config();
+    let three = nq_formats::TrellisScheme::of_bits(Code::Octagon, 3.0).unwrap();
+    let kinds = |name: &str| match name.contains("experts.") {
+        true => WeightKind::in_scheme(Scheme::Trellis(three), false),
+        false => WeightKind::Dense(DType::BF16),
+    };
+    let bytes = |at| weight_bytes(&config, &kinds, None, at, None).unwrap().held;
+    let experts = 48 * 128 * 3 * 2048 * 768 / 8 * 3;
+    let near =
+        |found: usize, expected: usize| found >= expected && found - expected < expected / 100;
+    let rest = bytes(ExpertsAt::Cpu(config.num_hidden_layers));
+    assert!(near(bytes(ExpertsAt::Gpu) - rest, experts));
+    let rooms = |rooms| bytes(ExpertsAt::Bank { rooms });
+    assert!(near(rooms(128) - rooms(64), experts / 2));
+}
+
 static INFO: GpuInfo = GpuInfo {
     ordinal: 0,
     name: String::new(),

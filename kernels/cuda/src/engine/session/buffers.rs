@@ -4,8 +4,8 @@ use super::taps::Taps;
 use crate::engine::layer::largest_mixture;
 use crate::engine::weights::TrellisCodes;
 use crate::{
-    Buffer, Checked, DeltaRows, GatheredSizes, Gpu, GroupedRows, MOST_SEQUENCES, MOST_TRELLIS_ROWS,
-    Places, Row, TrellisSizes, gated_width, packed_weights, stacked,
+    Buffer, Checked, CodedExperts, DeltaRows, GatheredSizes, Gpu, GroupedRows, MOST_SEQUENCES,
+    MOST_TRELLIS_ROWS, Places, Row, TrellisSizes, chosen, gated_width, packed_weights, stacked,
 };
 use nq_kernels::{DeltaShape, KernelSet};
 use nq_model::forward::Operand;
@@ -61,6 +61,20 @@ impl Widths {
             gate: match codes {
                 TrellisCodes::Exl3 => self.mlp,
                 TrellisCodes::Own | TrellisCodes::None => 0,
+            },
+            experts: match (codes, self.experts) {
+                (TrellisCodes::Own, Some(e)) => {
+                    let e = &largest_mixture(&e);
+                    let sorted = many >= GROUPED_ROWS;
+                    CodedExperts {
+                        few: many.min(GROUPED_ROWS) * chosen(e),
+                        sorted: if sorted { many * chosen(e) } else { 0 },
+                        experts: stacked(e),
+                        hidden: self.hidden,
+                        width: e.width,
+                    }
+                }
+                _ => CodedExperts::default(),
             },
         }
     }
