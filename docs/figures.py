@@ -354,16 +354,33 @@ TWO_MEMORIES = "2026-11-30-gpu-experts.csv"
 
 def bank_experts():
     lines = []
-    for preset, name in [("qwen3-30b-a3b", "30B-A3B"), ("qwen3.5-35b-a3b", "35B-A3B")]:
-        banks = [r for r in rows(TWO_MEMORIES, preset=preset, test="pp2048") if r["rooms"]]
-        for prompt in banks:
-            [decode] = [r for r in rows(TWO_MEMORIES, preset=preset, rooms=prompt["rooms"]) if r["test"].startswith("tg")]
-            lines.append([
-                f"{name}, {prompt['rooms']} of {prompt['experts']}", whole(prompt["tok_s"]), whole(prompt["limit_tok_s"]),
-                whole(decode["tok_s"]), f"{float(decode['found_at_least']):.0f} %",
-            ])
-    head = ["experts of each layer on the card", "prompt of 2,048, tok/s", "the bus allows", "decode, tok/s",
-            "experts found there, at least"]
+    for decode in (r for r in rows(TWO_MEMORIES) if r["limit_tok_s"] and r["test"].startswith("tg") and r["case"] in BANK_CASES):
+        prompts = [whole(r["tok_s"]) for r in rows(TWO_MEMORIES, case=decode["case"]) if r["test"].startswith("pp")]
+        layers, all_layers = decode["layers"], decode["of_layers"]
+        cut = "" if layers == all_layers else f", {layers} of {all_layers} layers"
+        lines.append([
+            f"{BANK_CASES[decode['case']]}{cut}, {decode['rooms']} of {decode['experts']}", percent(decode["found"]), whole(decode["tok_s"]),
+            f"{whole(decode['limit_tok_s'])} ({percent(decode['of_limit'], 0)})", whole(decode["desktop_limit"]), *prompts,
+        ])
+    head = ["experts of each layer on the card", "choices that found theirs there", "decode, tok/s", "memory and bus allow (reached)",
+            "a desktop allows, computed", "prompt of 2,048, tok/s"]
+    return table(head, lines)
+
+
+BANK_CASES = {"30b-half": "30B-A3B", "30b-quarter": "30B-A3B", "35b-half": "35B-A3B", "35b-quarter": "35B-A3B",
+              "122b": "122B-A10B", "235b": "235B-A22B"}  # fmt: skip
+
+
+def bank_peers():
+    lines = []
+    for case, share in [("half", "half"), ("few", "few or none")]:
+        there = rows(TWO_MEMORIES, case=case)
+        def rates(test):
+            ours, theirs = (next(float(r["tok_s"]) for r in there if r["test"] == test and ("llama" in r["rooms"]) == peer) for peer in (False, True))
+            return f"{ours:,.0f} and {theirs:,.0f} ({ours / theirs:.1f} x)"
+        decode = next(r for r in there if r["test"] == "tg64")
+        lines.append([f"{share} ({decode['rooms']} of {decode['experts']})", rates("pp2048"), rates("tg64"), percent(decode["found"])])
+    head = ["experts on the card (nq's rooms)", "prompt of 2,048: nq and llama.cpp", "decode", "choices that nq found there"]
     return table(head, lines)
 
 

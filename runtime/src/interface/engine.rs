@@ -215,7 +215,8 @@ pub struct Placed {
     pub memory: DeviceMemory,
     /// The first layers whose experts are on the CPU.
     pub on_host: usize,
-    /// Of a mixture whose experts are all in the computer's memory, how many of each layer have room on the GPU, too.
+    /// Of a mixture with experts in the computer's memory, which the GPU reads there: how many of each layer with such experts
+    /// have room on the GPU, too.
     pub rooms: Option<usize>,
     /// Bytes of experts in the computer's memory.
     pub host_bytes: usize,

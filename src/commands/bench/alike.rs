@@ -6,8 +6,13 @@ use nq_model::Dims;
 use nq_model::names::EMBEDDING;
 use rayon::prelude::*;
 
+/// How many times as long embeddings become. Layers with random weights add far longer vectors to the residual stream than
+/// embeddings with random weights are, and attention adds the same to all tokens of a text, about the mean of its values:
+/// every layer would choose by that alone.
+const LONGER: f32 = 1000.0;
+
 /// A store whose embeddings have a share in common: `sqrt(1 - share) e + sqrt(share) c` in the place of `e`, with
-/// the first token's for `c`, so that lengths stay as they are.
+/// the first token's for `c`, and [`LONGER`].
 pub(super) struct AlikeTokens {
     pub(super) store: Box<dyn WeightStore>,
     /// 0 to 1.
@@ -24,7 +29,7 @@ impl Overlay for AlikeTokens {
         if name != EMBEDDING {
             return Ok(own);
         }
-        let (kept, common) = ((1.0 - self.share).sqrt() as f32, self.share.sqrt() as f32);
+        let [kept, common] = [1.0 - self.share, self.share].map(|part| LONGER * part.sqrt() as f32);
         let mut first = vec![0.0; dims.cols];
         own.dequantize_row(0, &mut first)?;
         let mut values = vec![0.0; dims.rows * dims.cols];
