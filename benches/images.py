@@ -176,16 +176,17 @@ def mtmd(nq, cli, model, folder, what, sides, rows, flags=("-ngl", "99"), before
         subprocess.run([nq, "convert", "--format", "gguf", model, text], check=True)
     (tower,) = folder.glob("*mmproj*.gguf")
     for side in sides:
-        file = folder / f"{side}.png"
-        file.write_bytes(picture(side, 0))
-        command = [*before, cli, "-m", text, "--mmproj", tower, "--image", file, "-p", "a", "-n", "1", *flags]
-        command += ["--image-max-tokens", "4096", "-c", "8192", "--jinja"]
-        times = []
-        for _ in range(3):  # the first also warms up
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-            times += re.findall(r"encoded in (\d+) ms", done.stdout)
+        command = [*before, cli, "-m", text, "--mmproj", tower, "-p", "a", "-n", "1", *flags]
+        command += ["--image-max-tokens", "4096", "-c", "16384", "--jinja"]
+        for number in range(3):  # the first also warms up
+            file = folder / f"{side}-{number}.png"
+            file.write_bytes(picture(side, number))
+            command += ["--image", file]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        times = re.findall(r"(?:encoded|encoding done) in (\d+) ms", done.stdout)
         if not times:
-            print(done.stdout[-2000:], flush=True)
+            print(done.stdout[-800:], flush=True)
+        print(times, flush=True)
         rows.append({"what": f"llama.cpp, {what}, {side} x {side}", "encoding_ms": min(map(int, times), default="")})
         print(rows[-1], flush=True)
 

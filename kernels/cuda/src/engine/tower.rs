@@ -21,16 +21,17 @@ use nq_runtime::tower_parts::{LayerNormParts, TowerMerger, TowerParts, TowerRead
 use nq_runtime::{Error, Result};
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// Epsilon of every LayerNorm of a tower.
 const EPS: f32 = 1e-6;
 
 /// Values that are copied at a time.
-const STAGED: usize = 2 << 20;
+const STAGED: usize = 1 << 20;
 
-/// Values of a row in operand order that change places among each other ([`operand_index`]).
-const OPERANDS: usize = 32;
+/// Pairs of values of a row that change places among each other in operand order ([`operand_index`]).
+const PAIRS: usize = 16;
 
 /// Queries of an image's attention at a time: of more patches, the blocks of a layer take long enough to hold up others.
 const QUERIES: usize = 4096;
@@ -289,6 +290,18 @@ impl CudaTower {
     }
 }
 
+/// Memory for the rows of an image, which a thread makes.
+struct NewRows(Option<JoinHandle<Vec<f32>>>);
+
+impl NewRows {
+    /// Puts it to `made`, once.
+    fn take(&mut self, made: &mut Vec<f32>) {
+        if let Some(thread) = self.0.take() {
+            *made = thread.join().expect("memory was written to");
+        }
+    }
+}
+
 /// How far the work of an image is: pieces, which are blocks or parts of them.
 struct EncodingProgress<'a> {
     piece: Option<Mark>,
@@ -322,13 +335,15 @@ fn operands(rows: &[f32], width: usize, to: &mut [u16]) {
     let both = to
         .par_chunks_exact_mut(padded(width))
         .zip(rows.par_chunks_exact(width));
-    both.for_each(|(to, row)| {
-        to.fill(0);
-        for (to, values) in to.chunks_exact_mut(OPERANDS).zip(row.chunks(OPERANDS)) {
-            let mut halves = [f16::ZERO; OPERANDS];
-            halves[..values.len()].convert_from_f32_slice(values);
-            for (k, half) in halves.iter().enumerate() {
-                to[operand_index(k)] = half.to_bits();
+    let halves = || vec![f16::ZERO; padded(width)];
+    both.for_each_init(halves, |halves, (to, row)| {
+        halves[..width].convert_from_f32_slice(row);
+        let pairs = halves.reinterpret_cast().as_chunks::<2>().0;
+        let groups = pairs.as_chunks::<PAIRS>().0.iter();
+        let to = to.as_chunks_mut::<2>().0.as_chunks_mut::<PAIRS>().0;
+        for (to, from) in to.iter_mut().zip(groups) {
+            for (i, pair) in from.iter().enumerate() {
+                to[operand_index(2 * i) / 2] = *pair;
             }
         }
     });
@@ -381,9 +396,11 @@ impl Tower for CudaTower {
             since: Instant::now(),
             stop,
         };
+        // The pages of new memory come when they are first written to, which takes long: while the GPU works.
         let level = grid.tokens(merge) * c.out_hidden_size;
-        let mut made = vec![0.0; level * (1 + c.deepstack.len())];
-        let mut levels = level;
+        let values = level * (1 + c.deepstack.len());
+        let mut room = NewRows(Some(std::thread::spawn(move || vec![f32::NAN; values])));
+        let (mut made, mut levels) = (Vec::new(), level);
         let mut pending = None;
         let mut mergers = c.deepstack.iter().zip(&self.parts.deepstack).peekable();
         for (layer, block) in self.parts.blocks.iter().enumerate() {
@@ -412,15 +429,14 @@ impl Tower for CudaTower {
             stream.gemm(&block.down.linear, beside, GemmOutput::Add(x), m)?;
             pending = Some(&block.down.bias);
             if let Some((_, merger)) = mergers.next_if(|(behind, _)| **behind == layer) {
+                room.take(&mut made);
                 let to = &mut made[levels..levels + level];
                 self.merge(merger, pending.take(), rows, m, to)?;
                 levels += level;
             }
-            // The pages of new memory come when they are first written to, which takes long: while the GPU works.
-            let part = level * layer / c.depth..level * (layer + 1) / c.depth;
-            made[part].fill(f32::NAN);
             self.give_way(&mut pace)?;
         }
+        room.take(&mut made);
         self.merge(&self.parts.merger, pending, rows, m, &mut made[..level])?;
         Ok(ImageRows {
             rows: made,
@@ -428,5 +444,24 @@ impl Tower for CudaTower {
             width: grid.w / merge,
             digest: patches.digest,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operands_stand_in_their_order_with_zeros_behind_them() {
+        let width = 300;
+        let rows: Vec<f32> = (0..3 * width).map(|v| v as f32 / 8.0).collect();
+        let mut found = vec![7; 3 * padded(width)];
+        operands(&rows, width, &mut found);
+        for (row, to) in rows.chunks(width).zip(found.chunks(padded(width))) {
+            for k in 0..padded(width) {
+                let wanted = row.get(k).copied().unwrap_or(0.0);
+                assert_eq!(to[operand_index(k)], f16::from_f32(wanted).to_bits(), "{k}");
+            }
+        }
     }
 }
