@@ -346,10 +346,10 @@ struct TrellisRows {
         found = {p.row_scales, row_of_x, 0, 1.f};
         int expert = 0;
         if (GROUP == 4 && p.scores) {
+            static_assert(GROUP != 4 || THREADS == MOST_EXPERTS);
             Chosen& chosen = *reinterpret_cast<Chosen*>(sums);
             const int row = group / p.per_token;
             found.nth = group - row * p.per_token;
-            static_assert(GROUP != 4 || THREADS == MOST_EXPERTS);
             choose(chosen, p.scores + size_t(row) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
             expert = chosen.expert[found.nth], found.weight = chosen.weight[found.nth];
             __syncthreads();   // sums will be where the choice was
@@ -373,12 +373,7 @@ struct TrellisRows {
 
     // Requests the first words and digits, across the end of the predecessor.
     DEVICE void start() {
-        uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
-        OwnRow<C, WARPS> own_row = {p, p.x, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
-        if (waits_first()) {
-            if (owns) own_row.factors();
-            wait_for_prerequisites();
-        }
+        if (waits_first()) wait_for_prerequisites();
         if (!p.holds_dependents) launch_dependents();
         GroupOf found;
         int row_of_x = group * GROUP;
@@ -392,8 +387,10 @@ struct TrellisRows {
             prefetch_line(p.places + s);
             prefetch_line(found.row_scales + s * STRIP), prefetch_line(found.row_scales + s * STRIP + STRIP / 2);
         }
-        own_row.values += size_t(row_of_x) * (tiles * TILE);
-        if (owns && !waits_first()) own_row.factors();
+        uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
+        const OwnRow<C, WARPS> own_row = {p,       p.x + size_t(row_of_x) * (tiles * TILE), reinterpret_cast<float*>(own), meeting, tiles * TILE,
+                                          warp,    lane};
+        if (owns) own_row.factors();
 
         if (!waits_first()) wait_for_prerequisites();
         if (p.holds_dependents) launch_dependents();
@@ -554,32 +551,28 @@ struct TrellisRows {
     }
 
     // The sum of a row's experts of a strip, in the order of their numbers among the row's, in the block of the last; others leave theirs.
-    // Lanes t look for every fourth of them.
     DEVICE void sum_experts(int segment) const {
         const int others = p.per_token - 1;
-#pragma unroll 1
-        for (int i = 0; i < EACH; i++) {
-            uint32_t* const left = p.parts + (size_t(of->first_row) * p.strips + segment) * others * STRIP + row_of(i);
-            float v = t == 0 ? held[thread + i * THREADS] : 0.f;
-            if (of->nth < others) {
-                if (t == 0) store_relaxed(left + of->nth * STRIP, ~__float_as_uint(v));
-                continue;
-            }
-#pragma unroll 1
-            for (int from = t; from < others; from += 8) {
-                const bool two = from + 4 < others;
-                uint32_t a, b = ~0u;
-                do {
-                    a = load_relaxed(left + from * STRIP);
-                    if (two) b = load_relaxed(left + (from + 4) * STRIP);
-                } while (a == 0 || b == 0);
-                store_relaxed(left + from * STRIP, 0), v += __uint_as_float(~a);
-                if (two) store_relaxed(left + (from + 4) * STRIP, 0), v += __uint_as_float(~b);
-            }
-            v += __shfl_xor_sync(~0u, v, 1);
-            v += __shfl_xor_sync(~0u, v, 2);
-            if (t == 0 && row_of(i) < place.y) p.out[size_t(of->first_row) * p.rows + place.x + row_of(i)] = v;
+        uint32_t* const left = p.parts + (size_t(of->first_row) * p.strips + segment) * others * STRIP + thread / 4;
+        float v = t == 0 ? held[thread] : 0.f;
+        if (of->nth < others) {
+            if (t == 0) store_relaxed(left + of->nth * STRIP, ~__float_as_uint(v));
+            return;
         }
+#pragma unroll 1
+        for (int from = t; from < others; from += 8) {
+            const bool two = from + 4 < others;
+            uint32_t a, b = ~0u;
+            do {
+                a = load_relaxed(left + from * STRIP);
+                if (two) b = load_relaxed(left + (from + 4) * STRIP);
+            } while (a == 0 || b == 0);
+            store_relaxed(left + from * STRIP, 0), v += __uint_as_float(~a);
+            if (two) store_relaxed(left + (from + 4) * STRIP, 0), v += __uint_as_float(~b);
+        }
+        v += __shfl_xor_sync(~0u, v, 1);
+        v += __shfl_xor_sync(~0u, v, 2);
+        if (t == 0 && thread / 4 < place.y) p.out[size_t(of->first_row) * p.rows + place.x + thread / 4] = v;
     }
 
     DEVICE void store(int segment) const {
