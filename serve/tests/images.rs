@@ -476,7 +476,7 @@ fn work_on_images_stops_when_a_client_has_left() {
     let body = asked(json!([seen(&["gray.png"], "Look.")])).to_string();
     let mut client = server.connect();
     let head = format!(
-        "POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        "POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     client.write_all((head + &body).as_bytes()).unwrap();
