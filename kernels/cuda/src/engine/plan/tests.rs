@@ -226,7 +226,7 @@ fn experts_in_trellis_codes_take_their_bits() {
         |found: usize, expected: usize| found >= expected && found - expected < expected / 100;
     let rest = bytes(ExpertsAt::Cpu(config.num_hidden_layers));
     assert!(near(bytes(ExpertsAt::Gpu) - rest, experts));
-    let rooms = |rooms| bytes(ExpertsAt::Bank { rooms });
+    let rooms = |rooms| bytes(ExpertsAt::Bank { rooms, whole: 0 });
     assert!(near(rooms(128) - rooms(64), experts / 2));
 }
 
