@@ -142,15 +142,13 @@ pub(crate) struct Pace {
     prompts: FittedLine,
     /// Seconds for a step without prompts.
     decode: Option<f64>,
-    /// Steps of decoding requests since prompts made one longer than pieces of prompts may.
-    even: usize,
     limits: PaceLimits,
 }
 
 /// How long prompts may delay others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PaceLimits {
-    /// Longest time that decoding requests wait, now and then, for a prompt to be computed whole.
+    /// Longest time that decoding requests wait for a prompt to be computed whole.
     pub to_finish: Duration,
     /// Longest step of prompts alone: new and cancelled requests are not noticed for as long.
     pub alone: Duration,
@@ -163,9 +161,6 @@ const KEPT: f64 = 0.8;
 /// Time, in steps of decoding requests, that they may wait after each of their own for a prompt that
 /// is cut into pieces: no stream then pauses for as long as three steps.
 const STEPS: f64 = 1.8;
-/// Steps of decoding requests after one for which they waited longer, until they may again: fewer than one pause of a
-/// hundred is longer, so that what 99 of 100 take does not depend on how many prompts come.
-const EVEN: usize = 150;
 
 impl Pace {
     /// An estimate before any step.
@@ -173,7 +168,6 @@ impl Pace {
         Pace {
             prompts: FittedLine::default(),
             decode: None,
-            even: EVEN,
             limits,
         }
     }
@@ -195,33 +189,18 @@ impl Pace {
         }
     }
 
-    /// Notes that a step beside `decoding` sequences was given so many rows of prompts.
-    pub(crate) fn given(&mut self, decoding: usize, rows: usize) {
-        if decoding > 0 {
-            let longer = rows > self.rows(decoding).some;
-            self.even = match longer {
-                true => 0,
-                false => self.even.saturating_add(1),
-            };
-        }
-    }
-
     /// Rows of prompts for the next step beside `decoding` sequences: those that take less than two of
-    /// their steps, and, unless others waited for it lately, those that finish within [`PaceLimits::to_finish`]: cutting
-    /// so short a prompt would delay it for longer.
+    /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a
+    /// prompt would delay others for longer.
     pub(crate) fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
         let some = match decoding {
             0 => within(self.limits.alone.as_secs_f64()),
             _ => within(STEPS * self.decode.unwrap_or(0.0)),
         };
-        let whole = match decoding == 0 || self.even >= EVEN {
-            true => within(self.limits.to_finish.as_secs_f64()),
-            false => 0,
-        };
         Rows {
             some: some.max(self.limits.least),
-            whole,
+            whole: within(self.limits.to_finish.as_secs_f64()),
         }
     }
 
@@ -380,32 +359,11 @@ mod tests {
         let mut pace = learned();
         assert!((42..=45).contains(&pace.rows(4).some));
         assert!((480..=491).contains(&pace.rows(0).some));
+        assert!((78..=81).contains(&pace.rows(4).whole));
         assert!((2.9..3.1).contains(&pace.estimate(100, 97).as_secs_f64()));
         // One slow step does not change everything.
         pace.learn(Duration::from_millis(300), 4, 0);
         assert!(pace.rows(4).some < 160);
-    }
-
-    /// Prompts are computed whole beside others if these did not wait for one lately, however many come.
-    #[test]
-    fn of_a_hundred_steps_one_is_long_at_most() {
-        let mut pace = learned();
-        let ms = Duration::from_millis;
-        let mut long = Vec::new();
-        for step in 0..10 * EVEN {
-            let Rows { some, whole } = pace.rows(4);
-            let rows = some.max(whole);
-            long.extend((whole > 0).then_some(step));
-            pace.given(4, rows);
-            // On a device that runs ahead, rows of prompts are work of their own.
-            pace.learn(ms(30), 4, 0);
-            pace.learn(ms(10 + rows as u64), 0, rows);
-            // Without others, nobody waits.
-            assert!(pace.rows(0).whole > 70);
-        }
-        assert!((5..=10).contains(&long.len()), "{long:?}");
-        let apart = long.windows(2).map(|two| two[1] - two[0]);
-        assert!(apart.min() > Some(100), "{long:?}");
     }
 
     /// If all pieces have the same size, the line passes through the origin.

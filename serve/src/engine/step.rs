@@ -97,7 +97,7 @@ impl Worker<'_> {
 
     /// The tokens to feed: what sequences that were looked at do not hold yet, and as much of the prompts as
     /// time allows.
-    fn plan(&mut self, batch: &Batch<'_>) -> Vec<Fed> {
+    fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {
             sampler: sampler.clone(),
@@ -135,9 +135,7 @@ impl Worker<'_> {
             some: some.min(room),
             whole: whole.min(room / 2),
         };
-        let shares = share(rows, &wanted);
-        self.pace.given(decoding, shares.iter().sum());
-        for ((id, job), rows) in prompts.into_iter().zip(shares) {
+        for ((id, job), rows) in prompts.into_iter().zip(share(rows, &wanted)) {
             if let (Some(slot), Some(sampler), 1..) = (job.slot, &job.sampler, rows) {
                 let to = pass_end(&job.points, job.fed, job.fed + rows);
                 fed.push(Fed {
