@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
+use crate::scheme::Scheme;
 use crate::store::{Overlay, WeightStore};
 use crate::synth::random_tensor;
 use crate::tensor::Tensor;
@@ -40,6 +41,10 @@ impl RandomTower {
 impl Overlay for RandomTower {
     fn inner(&self) -> &dyn WeightStore {
         self.inner.as_ref()
+    }
+
+    fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
+        self.inner.scheme_in_levels(name)
     }
 
     fn contains(&self, name: &str) -> bool {

@@ -464,3 +464,23 @@ fn a_tower_is_written_beside_a_gguf_model_and_read_from_there() {
         fs::write(&mmproj, bytes).unwrap(); // to be looked at
     }
 }
+
+/// Devices plan by the schemes of weights, which a tower beside them must not hide.
+#[test]
+fn a_random_tower_leaves_schemes_known() {
+    let config = nq_testkit::models::tiny("qwen35");
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(8), Zeros::Integer);
+    let some = move |name: &str| is_layer_linear(name).then_some(scheme);
+    let plain = || synth::quantized_checkpoint("m", &config, 0, some).unwrap();
+    let family = find(|a| a.gguf, "qwen35").unwrap();
+    let vision = family.presets.iter().find_map(|preset| preset.vision());
+    let (plain, sees) = (plain(), plain().with_random_tower(vision.unwrap(), 0));
+    let mut told = 0;
+    for (name, _) in parameters(&config) {
+        let expected = plain.store().scheme_in_levels(&name);
+        assert_eq!(sees.store().scheme_in_levels(&name), expected, "{name}");
+        assert_eq!(sees.store().is_float(&name), plain.store().is_float(&name));
+        told += usize::from(expected.is_some());
+    }
+    assert!(told > 0);
+}

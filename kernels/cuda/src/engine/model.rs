@@ -223,9 +223,10 @@ impl CudaModel {
             WeightKind::Trellis(_) | WeightKind::Exl3(_) if plain => WeightKind::Dense(DType::F16),
             kind => kind,
         };
-        let sorted = !plain && has_sorted_inputs(config, &kinds);
-        let few_rows = few_rows(config, &kinds, most_together(&gpu));
         let layers = config.num_hidden_layers;
+        let told = if tells_all { layers } else { 1 };
+        let sorted = !plain && has_sorted_inputs(config, &kinds, told);
+        let few_rows = few_rows(config, &kinds, told, most_together(&gpu));
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
         let dry = Gpu::dry(gpu.info().clone(), Account::gpu());

@@ -69,9 +69,10 @@ impl TrellisCodes {
     }
 }
 
-/// True if a Linear of the layers may have inputs sorted by group.
-pub(super) fn has_sorted_inputs(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
-    (0..c.num_hidden_layers).any(|i| {
+/// True if a Linear of the layers may have inputs sorted by group; `told` is how many layers, from the first on, `kinds`
+/// knows: others are taken to be like these.
+pub(super) fn has_sorted_inputs(c: &ModelConfig, kinds: Kinds<'_>, told: usize) -> bool {
+    (0..told).any(|i| {
         let linears = c.layer(i).linears();
         linears.into_iter().any(|l| kinds(&l.name(i)).is_ordered())
     })

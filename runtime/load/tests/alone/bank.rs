@@ -60,15 +60,8 @@ fn computed(engine: &dyn Engine, spec: SessionSpec) -> (Vec<f32>, Vec<u32>) {
     (logits, drawn)
 }
 
-#[test]
-fn whatever_has_room_computes_the_same() {
-    let _turn = crate::turn();
-    if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
-        return;
-    }
-    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-    let octagon = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
-    let held = || Account::of_all_gpus().held();
+/// Mixtures, their names, and whether they are in trellis codes.
+fn mixtures() -> [(ModelConfig, &'static str, bool); 4] {
     // Of sizes that the kernel of all layers takes, and of sizes that it does not; each with experts of about a megabyte, as
     // memory is allotted by two.
     let at_once = ModelConfig {
@@ -87,17 +80,88 @@ fn whatever_has_room_computes_the_same() {
         experts: Some(experts(7, 2048, 2048)),
         ..wide_hybrid("qwen35moe", 4, false)
     };
-    for (config, name, coded) in [
+    [
         (at_once.clone(), "at once", false),
         (by_kernels, "by kernels", false),
         (with_shared, "a shared one", false),
         (at_once, "in trellis codes", true),
-    ] {
-        let store = Store::random(&config, 5);
-        let store = match coded {
-            true => store.in_trellises(|_| octagon),
-            false => store.quantized(int4),
+    ]
+}
+
+fn stored(config: &ModelConfig, coded: bool) -> Store {
+    let store = Store::random(config, 5);
+    match coded {
+        true => {
+            let octagon = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+            store.in_trellises(|_| octagon)
+        }
+        false => store.quantized(AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)),
+    }
+}
+
+/// What leaves so many experts of a layer room on the GPU: so many bytes less than all take, and so many of the
+/// computer's memory, if these are limited.
+struct Limit {
+    rooms: usize,
+    less: usize,
+    host: Option<usize>,
+}
+
+/// For each number of rooms that the plan finds one, and one that leaves the computer's memory room for some layers'
+/// experts alone: those of the others are all on the GPU.
+fn limits(config: &ModelConfig, store: &Store, spec: &SessionSpec, name: &str) -> Vec<Limit> {
+    let kinds = weight_kinds(config, store, true).unwrap();
+    let all_of_host = usize::MAX / 2;
+    let planned = |free, host| gpu::place(config, &|name| kinds[name], spec, &[free], host);
+    let most = planned(usize::MAX / 2, all_of_host).unwrap().memory.total();
+    let mut less = BTreeMap::new();
+    for bytes in (1..most).step_by(1 << 20) {
+        let Ok(placed) = planned(most - bytes, all_of_host) else {
+            break;
         };
+        if let Some(rooms) = placed.rooms {
+            less.entry(rooms).or_insert(bytes);
+        }
+    }
+    assert!(less.len() > 1, "{name}: {less:?}");
+    let unlimited = less.into_iter().map(|(rooms, less)| Limit {
+        rooms,
+        less,
+        host: None,
+    });
+    // With fewer layers in the bank, what prompts make of a layer's experts takes more than those without room leave.
+    let host = planned(most - 1, all_of_host).unwrap().host_bytes / 4 * 3 + 4;
+    let some_layers = (1..most).step_by(1 << 20).find_map(|less| {
+        let rooms = planned(most - less, host).ok()?.rooms?;
+        Some(Limit {
+            rooms,
+            less,
+            host: Some(host),
+        })
+    });
+    let some_layers = some_layers.unwrap_or_else(|| panic!("{name}: no layers are in banks"));
+    unlimited.chain([some_layers]).collect()
+}
+
+/// The limits that the test below sets exist, whether there is a GPU or not.
+#[test]
+fn plans_leave_room_for_some_experts() {
+    let spec = session_spec(2, 640, KvType::F16, 400);
+    for (config, name, coded) in mixtures() {
+        let limits = limits(&config, &stored(&config, coded), &spec, name);
+        assert!(limits.iter().any(|limit| limit.host.is_some()), "{name}");
+    }
+}
+
+#[test]
+fn whatever_has_room_computes_the_same() {
+    let _turn = crate::turn();
+    if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
+        return;
+    }
+    let held = || Account::of_all_gpus().held();
+    for (config, name, coded) in mixtures() {
+        let store = stored(&config, coded);
         let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |gpu_memory, host_memory| {
             let options = LoadOptions {
@@ -117,33 +181,12 @@ fn whatever_has_room_computes_the_same() {
         let all = whole.device_memory(&spec).unwrap();
         let expected = computed(&*whole, spec);
         drop(whole);
-        // How much less memory than for all leaves each number of rooms, by the plan.
-        let kinds = weight_kinds(&config, &store, true).unwrap();
-        let all_of_host = usize::MAX / 2;
-        let planned = |free, host| gpu::place(&config, &|name| kinds[name], &spec, &[free], host);
-        let most = planned(usize::MAX / 2, all_of_host).unwrap().memory.total();
-        let mut less = BTreeMap::new();
-        for bytes in (1..most).step_by(1 << 20) {
-            let Ok(placed) = planned(most - bytes, all_of_host) else {
-                break;
-            };
-            if let Some(rooms) = placed.rooms {
-                less.entry(rooms).or_insert(bytes);
-            }
-        }
-        assert!(less.len() > 1, "{name}: {less:?}");
-        let mut cases: Vec<_> = less
-            .into_iter()
-            .map(|(rooms, less)| (rooms, less, None))
-            .collect();
-        // The computer's memory has room for half of the experts: those of some layers are all on the GPU.
-        let host = planned(most - 1, all_of_host).unwrap().host_bytes / 2;
-        let half = (1..most).step_by(1 << 20).find_map(|less| {
-            let rooms = planned(most - less, host).ok()?.rooms?;
-            Some((rooms, less, Some(host)))
-        });
-        cases.push(half.expect("some layers are in banks"));
-        for (wanted, less, host) in cases {
+        for Limit {
+            rooms: wanted,
+            less,
+            host,
+        } in limits(&config, &store, &spec, name)
+        {
             let limit = before + all.total() - less;
             let (engine, rooms) = loaded(Some(limit), host);
             assert_eq!(rooms, Some(wanted), "{name}");

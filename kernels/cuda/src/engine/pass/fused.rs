@@ -44,10 +44,16 @@ const TABLE: [(usize, Fused); 4] = [
 
 /// Most rows of steps of a model of shape `c` whose products have kernels for few rows, on a device whose steps take
 /// `together` sequences. Codes of GGUF's blocks, once most weights of each token's products are such, cost these
-/// kernels more than those of wide steps (`benches/records/2026-11-30-gpu-gguf.csv`).
-pub(in crate::engine) fn few_rows(c: &ModelConfig, kinds: Kinds<'_>, together: usize) -> usize {
+/// kernels more than those of wide steps (`benches/records/2026-11-30-gpu-gguf.csv`). `told` is how many layers, from the
+/// first on, `kinds` knows: others are taken to be like these.
+pub(in crate::engine) fn few_rows(
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    told: usize,
+    together: usize,
+) -> usize {
     let (mut blocks, mut all) = (0, 0);
-    for index in 0..c.num_hidden_layers {
+    for index in 0..told {
         let linears = c.layer(index).linears().into_iter();
         for linear in linears.filter(|l| in_experts(&l.name(index)).is_none()) {
             let dims = linear.dims(c);
