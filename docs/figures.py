@@ -127,7 +127,7 @@ GPU_EXL3 = "2026-11-30-gpu-exl3.csv"
 def gguf_models():
     """Q4_K_M of several shapes beside llama.cpp."""
     lines = []
-    for model, name in [("8b", "8B"), ("27b", "27B, 16 of 64 layers"), ("30b-a3b", "30B-A3B, 12 of 48")]:
+    for model, name in [("8b", "8B"), ("27b", "27B, 16 of 64 layers"), ("30b-a3b", "30B-A3B, 12 of 48"), ("35b-a3b", "35B-A3B, 8 of 40")]:
         cells = []
         for test, batch in [("tg128", "1"), ("pp512", "1"), ("tg64", "16")]:
             ours, theirs = (float(row(GGUF, model=model, type="Q4_K_M", engine=e, test=test, batch=batch)["tok_s"]) for e in ["nq", "llama.cpp"])
