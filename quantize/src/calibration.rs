@@ -568,7 +568,7 @@ mod tests {
         assert_eq!(lengths, [10, 10, 10]);
         let images: Vec<usize> = found.images.iter().map(Vec::len).collect();
         assert_eq!(images, [1, 0, 1]);
-        let found = seen("c.jsonl", &all, 11, 14).unwrap();
+        let found = seen("c.jsonl", &all, 14, 14).unwrap();
         assert_eq!(found.ids, [all[0].ids(), &all[1].ids()[..12]]);
         assert_eq!(found.images[1], []);
         let other = seen("c.jsonl", &[prompt(3, 9)], 11, 14).unwrap();
