@@ -146,10 +146,20 @@ impl GroupedRows {
     }
 }
 
+/// Which rows, sorted by expert, each block of a product takes.
+struct ExpertBlocks<'a> {
+    /// Of all pieces.
+    all: &'a Buffer<[i32; 4]>,
+    /// The first of this product's.
+    first: usize,
+    count: usize,
+    /// Rows that a block takes at most ([`rows_of_experts`]).
+    rows: usize,
+}
+
 impl Stream {
     /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
-    /// `[routes, inputs padded to 256]` as in [`Stream::gemm`]. `blocks` says which rows each of `columns`
-    /// blocks of [`rows_of_experts`] takes.
+    /// `[routes, inputs padded to 256]` as in [`Stream::gemm`].
     ///
     /// # Safety
     /// On the device, each of `blocks` has an expert below `experts` and rows within `routes`.
@@ -162,16 +172,14 @@ impl Stream {
         x: &Buffer<u16>,
         output: GemmOutput<'_>,
         routes: usize,
-        blocks: &Buffer<[i32; 4]>,
-        first_block: usize,
-        (columns, block_rows): (usize, usize),
+        blocks: ExpertBlocks<'_>,
     ) -> Result<()> {
         let o = self.operands("gemm_experts");
         o.multiple("rows of the stack", experts * TILE, w.rows())?;
         let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
         let asked = PlannedRows::Many(RowBlocks::Sorted {
-            columns,
-            rows: block_rows,
+            columns: blocks.count,
+            rows: blocks.rows,
         });
         let p = Product::new(o, w, Inputs::Half(x), routes, asked);
         let plan = ProductPlan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
@@ -181,7 +189,7 @@ impl Stream {
             tiles: tiles as i32,
             ..w.sizes()
         };
-        let blocks = o.part("blocks", blocks, first_block, &[columns])?;
+        let blocks = o.part("blocks", blocks.all, blocks.first, &[blocks.count])?;
         let ProductPlan::Many(plan) = plan else {
             unreachable!("rows of experts are many");
         };
@@ -409,9 +417,12 @@ impl Stream {
                     x,
                     output,
                     routes,
-                    blocks,
-                    piece * grouped.blocks,
-                    (grouped.blocks, grouped.block_rows),
+                    ExpertBlocks {
+                        all: blocks,
+                        first: piece * grouped.blocks,
+                        count: grouped.blocks,
+                        rows: grouped.block_rows,
+                    },
                 )?;
             }
         }

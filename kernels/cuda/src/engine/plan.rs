@@ -293,7 +293,7 @@ impl MemoryRequest<'_> {
             let bytes = |rooms| weights(ExpertsAt::Bank { rooms, whole });
             let stage = Some(bank.stage);
             let most =
-                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, stage, &bytes);
+                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, stage, bytes);
             // What stages of layers hand on has the usual rows.
             let wide = self.session.and_then(wide).filter(|_| self.part.is_none());
             let rooms = most(self)?;
