@@ -394,7 +394,7 @@ fn calibration_sees_images() {
             "quantize", model, "--out", file, "--calib", calib, "--method", "gptq",
         ];
         // Its Linears have inputs that 64 does not divide.
-        let rest = "--bits 4 --group-size 32 --no-measure --device cpu".split(' ');
+        let rest = "--bits 4 --group-size 32 --head-bits 16 --no-measure --device cpu".split(' ');
         let rest: Vec<&str> = rest.collect();
         let done = nq(home.path(), &[&asked[..], &rest].concat());
         (done.status.success(), stderr(&done), out)
