@@ -372,14 +372,14 @@ fn a_model_without_a_tower_says_so() {
     );
 }
 
-/// A tower that says when it begins with an image and waits until it is let go on.
-struct Halting {
+/// A tower that says when it begins with an image, and does something of a test's first, which is told whether to stop.
+struct Watched<F> {
     tower: Arc<dyn Tower>,
     begun: Sender<()>,
-    go: Mutex<Receiver<()>>,
+    first: F,
 }
 
-impl Tower for Halting {
+impl<F: Fn(&dyn Fn() -> bool) + Send + Sync> Tower for Watched<F> {
     fn config(&self) -> &VisionConfig {
         self.tower.config()
     }
@@ -394,7 +394,7 @@ impl Tower for Halting {
         stop: &dyn Fn() -> bool,
     ) -> nq_runtime::Result<ImageRows> {
         self.begun.send(()).unwrap();
-        self.go.lock().unwrap().recv().unwrap();
+        (self.first)(stop);
         self.tower.encode_until(patches, stop)
     }
 }
@@ -406,8 +406,12 @@ fn others_are_answered_while_images_are_encoded() {
     let (lets_go, go) = channel();
     let go = Mutex::new(Some(go));
     let model = sees::seeing_by(EngineOptions::default(), move |tower| {
-        let (begun, go) = (begun.clone(), go.lock().unwrap().take().unwrap().into());
-        Arc::new(Halting { tower, begun, go })
+        let go: Mutex<Receiver<()>> = go.lock().unwrap().take().unwrap().into();
+        Arc::new(Watched {
+            tower,
+            begun: begun.clone(),
+            first: move |_: &dyn Fn() -> bool| go.lock().unwrap().recv().unwrap(),
+        })
     });
     let server = Running::ruled_over(model, Rules::default());
     let images = asked(json!([seen(&["gray.png", "rgb-64x64.png"], "Look.")]));
@@ -425,47 +429,22 @@ fn others_are_answered_while_images_are_encoded() {
     });
 }
 
-/// A tower that says when it begins with an image, and when it was told to stop.
-struct Leaving {
-    tower: Arc<dyn Tower>,
-    begun: Sender<()>,
-    stopped: Sender<()>,
-}
-
-impl Tower for Leaving {
-    fn config(&self) -> &VisionConfig {
-        self.tower.config()
-    }
-
-    fn encode_bytes(&self, patches: usize) -> usize {
-        self.tower.encode_bytes(patches)
-    }
-
-    fn encode_until(
-        &self,
-        _patches: &Patches,
-        stop: &dyn Fn() -> bool,
-    ) -> nq_runtime::Result<ImageRows> {
-        self.begun.send(()).unwrap();
-        while !stop() {
-            std::thread::yield_now();
-        }
-        self.stopped.send(()).unwrap();
-        Err(nq_runtime::Error::Interrupted)
-    }
-}
-
 /// The tower is told when a client has left, which is known before the first sign of life is due.
 #[test]
 fn work_on_images_stops_when_a_client_has_left() {
     let (begun, begins) = channel();
     let (stopped, stops) = channel();
     let model = sees::seeing_by(EngineOptions::default(), move |tower| {
-        let (begun, stopped) = (begun.clone(), stopped.clone());
-        Arc::new(Leaving {
+        let stopped = stopped.clone();
+        Arc::new(Watched {
             tower,
-            begun,
-            stopped,
+            begun: begun.clone(),
+            first: move |stop: &dyn Fn() -> bool| {
+                while !stop() {
+                    std::thread::yield_now();
+                }
+                stopped.send(()).unwrap();
+            },
         })
     });
     let limits = HttpLimits {

@@ -1,7 +1,8 @@
 //! nq's forward compared with candle's, and with itself cut up differently.
 
 use crate::common::{
-    Store, candle, distance, feed, fused_config, nq, options, session, small_config, tokens,
+    Store, candle, distance, feed, fused_config, in_pieces, nq, options, session, small_config,
+    tokens,
 };
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_load::load;
@@ -208,16 +209,18 @@ fn exl3_equals_its_values() {
         read > codes && read < codes + codes / 20,
         "{read} of {codes}"
     );
-    let text = tokens(40, 3);
     let (mut a, mut b) = (session(&*coded, 1), session(&*values, 1));
-    let mut at = 0;
-    for n in [21, 9, 1, 1, 1, 7] {
-        let part = &text[at..at + n];
-        let (a, b) = (feed(&mut *a, 0, part), feed(&mut *b, 0, part));
-        let d = distance(&a, &b);
-        assert!(d < CLOSE, "tokens {at}..{}: {d}", at + n);
-        at += n;
-    }
+    let pieces = [21, 9, 1, 1, 1, 7];
+    in_pieces(
+        [&mut *a, &mut *b],
+        0,
+        &tokens(40, 3),
+        &pieces,
+        |a, b, at| {
+            let d = distance(a, b);
+            assert!(d < CLOSE, "tokens before {at}: {d}");
+        },
+    );
 }
 
 #[test]

@@ -209,9 +209,7 @@ impl DeviceLinear {
             args,
         }))
     }
-}
 
-impl DeviceLinear {
     /// The experts, which are in a trellis code.
     fn coded_stack(&self, o: &Operands<'_>, experts: usize) -> Result<ExpertStack<'_>> {
         match self.expert_stack(o, experts)? {

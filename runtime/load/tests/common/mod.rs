@@ -608,3 +608,21 @@ pub(crate) fn restore(s: &mut dyn Session, page: &[u8], state: &[u8], text: &[u3
     assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
     feed(s, 1, &text[PAGE..]);
 }
+
+/// Feeds both sessions the same tokens at `slot`, in pieces of so many, and has `check` compare the logits of each piece,
+/// whose rows end before so many.
+pub(crate) fn in_pieces(
+    sessions: [&mut dyn Session; 2],
+    slot: usize,
+    text: &[u32],
+    pieces: &[usize],
+    mut check: impl FnMut(&[f32], &[f32], usize),
+) {
+    let [ours, theirs] = sessions;
+    let mut at = 0;
+    for rows in pieces {
+        let part = &text[at..at + rows];
+        at += rows;
+        check(&feed(ours, slot, part), &feed(theirs, slot, part), at);
+    }
+}

@@ -2,9 +2,9 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{
-    Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens, wide_hybrid,
+    Store, distance, feed, fused_config, fused_session, gpu_engine, in_pieces, nq, tokens,
+    wide_hybrid,
 };
-use nq_formats::gguf::BlockType;
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Tensor, TrellisScheme, Weight, Zeros};
 use nq_kernels::KernelSet;
@@ -17,8 +17,8 @@ use nq_runtime::{
 use nq_testkit::models::experts;
 use nq_testkit::sessions::{chunk, drawn, session_spec};
 
-const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
+pub(super) const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+pub(super) const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
 /// Rows of logits that differ by more than `close`.
 fn far_rows(found: &[f32], expected: &[f32], vocab: usize, close: f32) -> usize {
@@ -375,16 +375,19 @@ fn experts_in_trellis_codes_agree_with_the_cpu() {
         let what = format!("{hidden} inputs of experts in trellis codes");
         let spec = session_spec(2, 192, KvType::F16, 128);
         let (mut ours, mut theirs) = (gpu.session(spec).unwrap(), cpu.session(spec).unwrap());
-        let text = tokens(160, 11);
-        let (mut at, mut far) = (0, 0);
-        for rows in [64, 16, 2, 1, 50] {
-            let part = &text[at..at + rows];
-            let (found, expected) = (feed(&mut *ours, 0, part), feed(&mut *theirs, 0, part));
-            far += far_rows(&found, &expected, config.vocab_size, 1.5e-2);
-            // As in `compare`: a router may be near a tie.
-            assert!(far <= 2, "{what}, {far} rows to the last of {rows}");
-            at += rows;
-        }
+        let both: [&mut dyn Session; 2] = [&mut *ours, &mut *theirs];
+        let mut far = 0;
+        in_pieces(
+            both,
+            0,
+            &tokens(160, 11),
+            &[64, 16, 2, 1, 50],
+            |a, b, at| {
+                far += far_rows(a, b, config.vocab_size, 1.5e-2);
+                // As in `compare`: a router may be near a tie.
+                assert!(far <= 2, "{what}, {far} rows before {at}");
+            },
+        );
     }
 }
 
@@ -446,112 +449,6 @@ fn steps_of_all_layers_at_once_agree_with_the_cpu() {
                 (&what[..], config.vocab_size),
                 close,
                 0,
-            );
-        }
-    }
-}
-
-/// The mean KL divergence of `found` logits from `expected` ones.
-fn divergence(found: &[f32], expected: &[f32], vocab: usize) -> f64 {
-    let log_softmax = |row: &[f32]| -> Vec<f64> {
-        let most = row.iter().fold(f32::NEG_INFINITY, |m, v| m.max(*v));
-        let all: f64 = row.iter().map(|v| f64::from(v - most).exp()).sum();
-        row.iter().map(|v| f64::from(v - most) - all.ln()).collect()
-    };
-    let rows = found.chunks(vocab).zip(expected.chunks(vocab));
-    let of_rows = rows.map(|(found, expected)| {
-        let pairs = log_softmax(found).into_iter().zip(log_softmax(expected));
-        pairs.map(|(q, p)| p.exp() * (p - q)).sum::<f64>()
-    });
-    of_rows.sum::<f64>() / (found.len() / vocab) as f64
-}
-
-/// Blocks of GGUF files, each type in its own kind and beside another in one product, give the CPU's logits in prompts
-/// and steps.
-#[test]
-fn blocks_of_gguf_files() {
-    use BlockType::*;
-    let config = ModelConfig {
-        hidden_size: 512,
-        intermediate_size: 768,
-        ..fused_config()
-    };
-    let store = Store::random(&config, 9);
-    for (usual, other) in [
-        (Q2_K, Q4_K),
-        (Q3_K, Q5_K),
-        (Q4_K, Q6_K),
-        (Q5_K, Q3_K),
-        (Q6_K, Q4_K),
-        (IQ4_NL, IQ4_NL),
-        (IQ4_XS, Q5_K),
-        (IQ3_XXS, IQ2_S),
-        (IQ3_S, IQ4_XS),
-        (IQ2_XXS, Q4_K),
-        (IQ2_XS, Q3_K),
-        (IQ2_S, IQ2_S),
-        (IQ1_S, IQ1_M),
-        (IQ1_M, Q2_K),
-        (MXFP4, MXFP4),
-        (NVFP4, NVFP4),
-    ] {
-        let store = store.in_blocks(|name| match name.contains("v_proj") {
-            true => other,
-            false => usual,
-        });
-        let cpu = nq(&config, &store);
-        for kernels in [KernelSet::Fused, KernelSet::Reference] {
-            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
-                return;
-            };
-            agree_in_steps(
-                &*gpu,
-                &*cpu,
-                &config,
-                &format!("{usual} and {other} {kernels}"),
-            );
-        }
-    }
-}
-
-/// Prompts and steps of one session of each have the same logits.
-fn agree_in_steps(gpu: &dyn Engine, cpu: &dyn Engine, config: &ModelConfig, what: &str) {
-    let [mut ours, mut theirs] = [gpu, cpu].map(|engine| fused_session(engine, KvType::F16));
-    let text = tokens(56, 5);
-    let mut at = 0;
-    for n in [21, 9, 1, 1, 4, 1, 16, 1] {
-        let part = &text[at..at + n];
-        let [found, expected] =
-            [&mut ours, &mut theirs].map(|session| feed(&mut **session, 1, part));
-        let kld = divergence(&found, &expected, config.vocab_size);
-        assert!(kld < 1e-5, "{what}: {kld} at {at}");
-        at += n;
-    }
-}
-
-/// Inputs in groups of an order of their own, which the parts of a product share or not, give the CPU's logits in
-/// prompts and steps.
-#[test]
-fn activation_order_agrees_with_the_cpu() {
-    let config = ModelConfig {
-        hidden_size: 512,
-        intermediate_size: 768,
-        ..fused_config()
-    };
-    let store = Store::random(&config, 9);
-    let g128 = AffineScheme::new(Bits::B4, Group::Size(128), Zeros::Integer);
-    for (scheme, other) in [(INT4, ""), (INT8, ""), (g128, "v_proj")] {
-        let store = store.in_activation_order(scheme, other);
-        let cpu = nq(&config, &store);
-        for kernels in [KernelSet::Fused, KernelSet::Reference] {
-            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
-                return;
-            };
-            agree_in_steps(
-                &*gpu,
-                &*cpu,
-                &config,
-                &format!("{scheme} {other} {kernels}"),
             );
         }
     }

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod adapters;
+mod downloads;
 mod drafts;
 mod eagle;
 mod engine;
