@@ -13,7 +13,7 @@ all of it or the parts that are named:
 - `small`: 0.8B's tower with an image of 512 pixels a side on two CPU cores, by both in turn;
 - `first`: the first token behind an image of 1024 pixels a side with all of 27B in 4 bits;
 - `beside`: the time between tokens of one chat, alone, beside 16 prompts of 1,024 tokens, beside 16 images of 1024 and of 2048
-  pixels, and beside the encoding of images alone, by a server that takes no second prompt.
+  pixels, by default and with `--max-pause 2`; and beside the encoding of images alone, by a server that takes no second prompt.
 """
 
 import argparse
@@ -192,9 +192,9 @@ def mtmd(nq, cli, model, folder, what, sides, rows, flags=("-ngl", "99"), before
 
 
 class Server:
-    def __init__(self, nq, model, parallel):
+    def __init__(self, nq, model, parallel, *flags):
         command = [nq, "serve", model, "--device", "cuda", "--port", "0", "--bits", "4", "--ctx", "32768"]
-        command += ["--parallel", str(parallel), "--draft", "none"]
+        command += ["--parallel", str(parallel), "--draft", "none", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         for line in self.process.stderr:
             if found := re.search(r"listening on (http://\S+)", line):
@@ -266,8 +266,8 @@ def beside(nq, model, rows):
     prompts = [asked("".join(chr(97 + (i * j) % 26) for j in range(1024)), 1) for i in range(1, OTHERS + 1)]
     images = {side: [shown(side, side + i) for i in range(OTHERS)] for side in SIDES[1:]}
     # Of 2, one is the chat's and one that of a request whose answer does not end: images are encoded, their prompts wait.
-    for parallel in (32, 2):
-        server = Server(nq, model, parallel)
+    for parallel, *flags in ((32,), (32, "--max-pause", "2"), (2,)):
+        server = Server(nq, model, parallel, *flags)
         try:
             server.post(shown(1024, 1)).read()  # loads the tower
             cases = {"alone": ([], None), "beside 16 prompts": (prompts, None)}
@@ -276,7 +276,7 @@ def beside(nq, model, rows):
                 threading.Thread(target=lambda: server.post(asked("On and on.", 30000, stream=True)).read(), daemon=True).start()
                 cases = {"two chats alone": ([], 1), "two chats beside the encoding of images of 2048": (images[2048], 2.5)}
             for name, case in cases.items():
-                rows.append({"what": name, **server.gaps(*case)})
+                rows.append({"what": " ".join([name, *flags]), **server.gaps(*case)})
                 print(rows[-1], flush=True)
         finally:
             server.process.kill()

@@ -150,6 +150,8 @@ pub(crate) struct Pace {
 pub(crate) struct PaceLimits {
     /// Longest time that decoding requests wait for a prompt to be computed whole.
     pub to_finish: Duration,
+    /// Longest time that decoding requests wait for prompts of any length in a step, if there is such a limit.
+    pub max_pause: Option<Duration>,
     /// Longest step of prompts alone: new and cancelled requests are not noticed for as long.
     pub alone: Duration,
     /// Rows before anything was learned, and the least number at any time.
@@ -191,16 +193,25 @@ impl Pace {
 
     /// Rows of prompts for the next step beside `decoding` sequences: those that take less than two of
     /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a
-    /// prompt would delay others for longer.
+    /// prompt would delay others for longer. Neither takes longer than [`PaceLimits::max_pause`].
     pub(crate) fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
+        let PaceLimits {
+            to_finish,
+            max_pause,
+            alone,
+            least,
+        } = self.limits;
+        let pause = max_pause
+            .filter(|_| decoding > 0)
+            .map_or(f64::INFINITY, |p| p.as_secs_f64());
         let some = match decoding {
-            0 => within(self.limits.alone.as_secs_f64()),
-            _ => within(STEPS * self.decode.unwrap_or(0.0)),
+            0 => within(alone.as_secs_f64()),
+            _ => within(pause.min(STEPS * self.decode.unwrap_or(0.0))),
         };
         Rows {
-            some: some.max(self.limits.least),
-            whole: within(self.limits.to_finish.as_secs_f64()),
+            some: some.max(least),
+            whole: within(pause.min(to_finish.as_secs_f64())),
         }
     }
 
@@ -338,10 +349,11 @@ mod tests {
     }
 
     /// 10 ms plus 1 ms per row, whatever else runs.
-    fn learned() -> Pace {
+    fn learned(max_pause: Option<Duration>) -> Pace {
         let ms = Duration::from_millis;
         let mut pace = Pace::new(PaceLimits {
             to_finish: ms(90),
+            max_pause,
             alone: ms(500),
             least: 16,
         });
@@ -356,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_long_prompt_takes_less_than_two_steps_of_those_who_decode() {
-        let mut pace = learned();
+        let mut pace = learned(None);
         assert!((42..=45).contains(&pace.rows(4).some));
         assert!((480..=491).contains(&pace.rows(0).some));
         assert!((78..=81).contains(&pace.rows(4).whole));
@@ -364,6 +376,20 @@ mod tests {
         // One slow step does not change everything.
         pace.learn(Duration::from_millis(300), 4, 0);
         assert!(pace.rows(4).some < 160);
+    }
+
+    #[test]
+    fn a_limit_on_pauses_holds_for_short_and_long_prompts() {
+        let pace = learned(Some(Duration::from_millis(40)));
+        let rows = pace.rows(4);
+        assert!(
+            (28..=31).contains(&rows.some) && rows.some == rows.whole,
+            "{rows:?}"
+        );
+        // Nobody waits while nothing decodes.
+        assert!((480..=491).contains(&pace.rows(0).some));
+        let pace = learned(Some(Duration::from_millis(1)));
+        assert_eq!(pace.rows(4).some, 16, "prompts end all the same");
     }
 
     /// If all pieces have the same size, the line passes through the origin.

@@ -119,9 +119,12 @@ impl<T: Plain> Buffer<T> {
             return Self::zeroed(len);
         }
         let mut arena = ARENA.lock().unwrap_or_else(PoisonError::into_inner);
+        // Weights of which none is left keep no memory: another model begins with a mapping of its own, so that what it
+        // takes does not depend on what was loaded before it.
+        let is_done = |mapping: &Arc<Mapping>, used| used > 0 && Arc::strong_count(mapping) == 1;
         if arena
             .as_ref()
-            .is_none_or(|(_, used)| used + bytes > ARENA_BYTES)
+            .is_none_or(|(mapping, used)| used + bytes > ARENA_BYTES || is_done(mapping, *used))
         {
             *arena = Mapping::new(ARENA_BYTES, true).map(|m| (Arc::new(m), 0));
         }

@@ -138,7 +138,12 @@ impl Worker<'_> {
     pub(super) fn restore(&mut self, batch: &mut Batch<'_>) {
         let most = match batch.running() {
             0 => self.options.prompt_time_alone,
-            _ => self.options.prompt_time,
+            _ => self
+                .options
+                .max_pause
+                .map_or(self.options.prompt_time, |most| {
+                    most.min(self.options.prompt_time)
+                }),
         };
         let end = Instant::now() + most;
         let waits = |(&id, job): (&u64, &Job)| (job.phase == Phase::Restore).then_some(id);

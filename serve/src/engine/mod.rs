@@ -43,6 +43,9 @@ pub struct EngineOptions {
     /// Longest time that decoding requests wait for a prompt to be computed whole; one that takes longer
     /// is cut into pieces that take less than two of their steps.
     pub prompt_time: Duration,
+    /// Longest time that decoding requests wait for prompts in a step, whether these are computed whole or in pieces;
+    /// `None`: as [`EngineOptions::prompt_time`] and their own steps say.
+    pub max_pause: Option<Duration>,
     /// Longest step of prompts while nothing decodes.
     pub prompt_time_alone: Duration,
     /// Least rows of prompts in a step, if prompts have that many.
@@ -75,6 +78,7 @@ impl Default for EngineOptions {
             queue: 256,
             queue_time: Duration::from_secs(600),
             prompt_time: Duration::from_millis(20),
+            max_pause: None,
             prompt_time_alone: Duration::from_millis(400),
             least_rows: 16,
             prefix_cache: true,

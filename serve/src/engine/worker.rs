@@ -51,6 +51,7 @@ pub(super) fn run(
     let spec = session.spec();
     let pace = Pace::new(PaceLimits {
         to_finish: options.prompt_time,
+        max_pause: options.max_pause,
         alone: options.prompt_time_alone,
         least: options.least_rows,
     });

@@ -27,6 +27,7 @@ use nq_serve::about::{self, About, AboutTower};
 use nq_serve::room::{self, RoomError, ServedSession, Wanted};
 use nq_serve::{EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Settings for loading all models.
 #[derive(Clone)]
@@ -70,6 +71,7 @@ impl LoadingSettings {
             engine: EngineOptions {
                 parallel: args.parallel.into(),
                 queue: args.queue.into(),
+                max_pause: args.max_pause.map(|ms| Duration::from_millis(ms.into())),
                 prefix_cache: !args.no_prefix_cache,
                 ..EngineOptions::of_device(on_gpu)
             },

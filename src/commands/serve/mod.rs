@@ -68,6 +68,10 @@ pub(crate) struct ServeArgs {
     /// Most requests that wait; further ones are refused with 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
     pub queue: u16,
+    /// Most milliseconds that prompts may hold up answers in progress in each step: with less, answers flow more
+    /// evenly and prompts take longer [default: two steps' time, or 20 for a prompt that can be computed whole]
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u16).range(1..))]
+    pub max_pause: Option<u16>,
     /// Context length of a sequence in tokens [default: the model's, as far as memory allows]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
