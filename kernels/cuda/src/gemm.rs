@@ -3,8 +3,8 @@
 use super::Version;
 use super::driver::{Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use super::kernel::{kernels, names};
-use super::linear::{DeviceLinear, PackedShape, WeightSizes};
-use super::pack::{PackedKind, SPAN, TILE};
+use super::linear::{DeviceLinear, WeightSizes};
+use super::pack::{PackedKind, PackedShape, SPAN, TILE};
 use super::product::{
     Epilogue, Inputs, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
     RowBlocks, boxes, cheapest,

@@ -3,8 +3,8 @@
 use super::Version;
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{kernels, names};
-use super::linear::{DeviceLinear, PackedShape};
-use super::pack::{PackedKind, SPAN};
+use super::linear::DeviceLinear;
+use super::pack::{PackedKind, PackedShape, SPAN};
 use super::partial_sums::{MOST_PARTS, PartialSums};
 use super::product::{
     Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,

@@ -8,7 +8,8 @@ mod observed;
 mod products;
 
 use super::adapters::Adapted;
-use super::layer::{CudaLayer, CudaLayers};
+use super::held::CudaLayer;
+use super::layer::CudaLayers;
 use super::residency::Coming;
 use super::session::buffers::{ExpertRows, RecurrentRows};
 use super::session::rank_rows::{

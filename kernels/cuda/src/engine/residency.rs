@@ -8,8 +8,7 @@
 mod policy;
 mod rooms;
 
-use super::layer::HeldLayer;
-use super::model::stack;
+use super::held::{HeldLayer, stack};
 use super::weights::{BankShape, expert_table};
 use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter};
 use crate::{DeviceLinear, Gpu, GroupedRows, Mark, Stream, StreamOptions, Uploader};

@@ -5,7 +5,7 @@ use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
-use crate::engine::layer::largest_mixture;
+use crate::engine::held::largest_mixture;
 use crate::engine::request::MemoryRequest;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{

@@ -2,7 +2,7 @@
 
 use super::buffers::{ExpertRows, Halves, Widths};
 use super::taps::Taps;
-use crate::engine::layer::largest_mixture;
+use crate::engine::held::largest_mixture;
 use crate::engine::part::GpuPart;
 use crate::{
     Adjustments, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked, Columns,
