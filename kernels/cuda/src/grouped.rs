@@ -169,7 +169,8 @@ impl Stream {
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     unsafe fn gemm_experts(
         &self,
-        (w, experts): (&DeviceLinear, usize),
+        w: &DeviceLinear,
+        experts: usize,
         x: &Buffer<u16>,
         output: GemmOutput<'_>,
         routes: usize,
@@ -414,7 +415,8 @@ impl Stream {
             // SAFETY: the caller answers for the blocks.
             unsafe {
                 self.gemm_experts(
-                    (expanded.as_ref().unwrap_or(w), experts.len()),
+                    expanded.as_ref().unwrap_or(w),
+                    experts.len(),
                     x,
                     output,
                     routes,

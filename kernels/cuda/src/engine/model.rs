@@ -311,7 +311,7 @@ impl CudaModel {
             }
             let held = held_layer(config, &weights, experts_on_host);
             let banked = match &mut bank {
-                Some(bank) => bank.pack(&mut uploader, &weights, &held, (index, plain))?,
+                Some(bank) => bank.pack(&mut uploader, &weights, &held, index, plain)?,
                 None => None,
             };
             let layer = pack_layer(

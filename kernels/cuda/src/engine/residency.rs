@@ -193,7 +193,8 @@ impl ModelBank {
         uploader: &mut Uploader,
         weights: &LayerWeights,
         held: &HeldLayer,
-        (index, plain): (usize, bool),
+        index: usize,
+        plain: bool,
     ) -> Result<Option<[DeviceLinear; 2]>> {
         let found = self.empty.get_mut(index).and_then(Option::take);
         let (Some((shape, mut bank)), Some((_, spec))) = (found, weights.spec.experts()) else {
