@@ -1,13 +1,22 @@
 //! Adapters of a model that is run: merged into one that is not quantized, beside the weights of one that is.
 
-use crate::library::AdapterFile;
 use crate::names::FoundModel;
 use nq_formats::adapter::{Adapter, Lora};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
 use nq_runtime::{AppliedAdapter, Engine, LoadOptions};
+use std::path::PathBuf;
 use std::sync::Arc;
+
+/// A LoRA adapter.
+#[derive(Clone, Debug)]
+pub struct AdapterFile {
+    /// PEFT's folder, or a GGUF file.
+    pub path: PathBuf,
+    /// What multiplies it.
+    pub weight: f64,
+}
 
 /// Opens the adapters in `files`, which the model's source then names.
 ///

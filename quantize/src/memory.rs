@@ -7,10 +7,10 @@
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::linalg::factor_bytes;
 use crate::methods::Needs;
-use crate::pipeline::tower_bytes;
 use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use crate::tower::tower_bytes;
 use nq_cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
 use nq_cpu::stepper_bytes;
 use nq_formats::{Checkpoint, Scheme, Weight};

@@ -4,13 +4,21 @@ use crate::allocation;
 use crate::error::{Error, Result};
 use crate::groups;
 use crate::mix;
-use crate::pipeline::TargetSize;
 use crate::schemes::{Codes, Schemes, default_scheme, head_scheme};
 use crate::train::TuneOptions;
 use nq_formats::export::ExportFormat;
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
 use nq_model::ModelConfig;
+
+/// A size that the result must not exceed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TargetSize {
+    /// Bytes of all tensors.
+    Bytes(u64),
+    /// Bits per weight, counting all tensors.
+    BitsPerWeight(f64),
+}
 
 /// The codes that are asked for, the format they are written in, and what differs from the defaults of both.
 #[derive(Clone, Debug)]

@@ -1,19 +1,9 @@
 //! A model with adapters beside its weights.
 
 use super::{Model, Result};
-use crate::adapters::beside;
+use crate::adapters::{AdapterFile, beside};
 use nq_formats::adapter::{Adapter, Lora};
-use std::path::PathBuf;
 use std::sync::Arc;
-
-/// A LoRA adapter.
-#[derive(Clone, Debug)]
-pub struct AdapterFile {
-    /// PEFT's folder, or a GGUF file.
-    pub path: PathBuf,
-    /// What multiplies it.
-    pub weight: f64,
-}
 
 impl Model {
     /// The same model with adapters, whose products are added to what it computes: both share the weights, which may be

@@ -7,7 +7,7 @@ mod model;
 mod reading;
 mod target;
 
-pub use adapted::AdapterFile;
+pub use crate::adapters::AdapterFile;
 pub use chat::Chat;
 pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, OpenOptions};

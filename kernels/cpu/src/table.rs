@@ -12,7 +12,7 @@
 )]
 
 use super::kv::KvView;
-use super::linear::exl3;
+use super::linear::exl3::values as exl3;
 use super::linear::float::{self, GEMV_COLUMNS, GEMV_TOGETHER, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;

@@ -7,8 +7,8 @@
 //! that are chosen most.
 
 use super::driver::{Address, Buffer, Gpu, Locked, Mark, Operands, Pinned, Stream};
-use super::linear::{DeviceLinear, PackedShape};
-use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+
+use super::pack::{PackedKind, PackedShape, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::TrellisParts;
 use crate::cuda::places::ExpertPlaces;
 use nq_formats::Weight;
@@ -292,7 +292,7 @@ impl BankHalf {
         self.layer.coded[self.half as usize].as_ref()
     }
 
-    /// The memory that a [`DeviceLinear`] of it shows: the rooms.
+    /// The memory that its operand shows: the rooms.
     pub(crate) fn memory(&self) -> Buffer<u8> {
         self.layer.rooms.share()
     }
@@ -383,6 +383,12 @@ struct StagedStacks {
     meta: [Buffer<u8>; 2],
 }
 
+/// Where a stack is.
+pub(crate) struct PackedMemory<'a> {
+    pub(crate) codes: &'a Buffer<u8>,
+    pub(crate) meta: &'a Buffer<u8>,
+}
+
 /// Which stacks of an [`ExpertStage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum StageTurn {
@@ -432,10 +438,13 @@ impl ExpertStage {
         }
     }
 
-    /// The stack of a half, as a product of many rows reads it.
-    pub(crate) fn linear(&self, banked: &BankHalf, turn: StageTurn) -> DeviceLinear {
-        let (stacks, i) = (&self.turns[turn as usize], banked.half as usize);
-        DeviceLinear::of_stage(banked, &stacks.codes[i], &stacks.meta[i])
+    /// Codes and scales of the stack of a half.
+    pub(crate) fn stack(&self, half: Half, turn: StageTurn) -> PackedMemory<'_> {
+        let (stacks, i) = (&self.turns[turn as usize], half as usize);
+        PackedMemory {
+            codes: &stacks.codes[i],
+            meta: &stacks.meta[i],
+        }
     }
 
     /// What [`Stream::stage_experts`] copies: addresses of the stacks, where their parts begin in an expert, and their

@@ -296,12 +296,14 @@ impl Stream {
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn delta_step(
         &self,
-        (qkvz, rates): (&Buffer<f32>, Rates<'_>),
+        qkvz: &Buffer<f32>,
+        rates: Rates<'_>,
         step: &Checked<Step>,
         vectors: &DeltaVectors<'_>,
         states: LayerStates<'_>,
         out: AttentionOutput<'_>,
-        (m, idle): (usize, usize),
+        m: usize,
+        idle: usize,
         holds_dependents: bool,
     ) -> Result<()> {
         let o = self.operands("delta_step");

@@ -3,21 +3,16 @@
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::gemv::{GEMV_WARPS, GemvPlan};
 use super::kernel::{Instance, kernels, kind_index, names};
-use super::linear::{DeviceLinear, PackedShape};
-use super::pack::{PackedKind, SPAN, TILE};
+use super::linear::DeviceLinear;
+use super::mixture::{MOST_CHOSEN, MOST_EXPERTS, check, chosen, gated_width, stacked};
+use super::pack::{PackedKind, PackedShape, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Epilogue, Norm, PlannedRows};
 use super::trellis::experts::ScoredRows;
-use crate::cuda::choose;
 use crate::cuda::experts::ExpertsArgs;
 use crate::cuda::gemv::GemvArgs;
 use nq_kernels::Result;
 use nq_model::Experts;
-
-/// Most experts in a layer (`cuda/choose.cuh`).
-pub const MOST_EXPERTS: usize = choose::MOST_EXPERTS;
-/// Most experts per row.
-pub const MOST_CHOSEN: usize = choose::MOST_CHOSEN;
 
 kernels! {
     EXPERTS: ExpertsArgs = "experts" in "experts.cu",
@@ -30,21 +25,6 @@ kernels! {
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
 const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
-
-/// Number of experts in a layer's stacks: where there is a shared one, which all rows go through, it is the last.
-pub fn stacked(experts: &Experts) -> usize {
-    experts.count + usize::from(experts.shared > 0)
-}
-
-/// Number of experts that a row goes through.
-pub fn chosen(experts: &Experts) -> usize {
-    experts.per_token + usize::from(experts.shared > 0)
-}
-
-/// Values per row between up and down: those of each chosen expert.
-pub fn gated_width(experts: &Experts) -> usize {
-    chosen(experts) * experts.width
-}
 
 /// The kernel that runs half of a mixture's work for each of `m` rows.
 fn kernel(plan: &GemvPlan, kind: PackedKind) -> Instance<ExpertsArgs> {
@@ -223,28 +203,4 @@ struct Launch {
     expert_tiles: usize,
     /// Values from one row to the next, of inputs and outputs.
     strides: (usize, usize),
-}
-
-/// Refuses sizes that the kernels do not support, and `rows` that are not `each` for every expert.
-pub(super) fn check(
-    o: &Operands<'_>,
-    e: &Experts,
-    rows: usize,
-    each: usize,
-    m: usize,
-) -> Result<()> {
-    o.at_least("rows", 1, m)?;
-    o.at_most("rows", u16::MAX.into(), m)?;
-    o.at_most("experts", MOST_EXPERTS, stacked(e))?;
-    o.at_least("experts of a row", 1, e.per_token)?;
-    o.at_most("experts of a row", e.count, e.per_token)?;
-    o.at_most("experts of a row", MOST_CHOSEN, chosen(e))?;
-    if e.shared > 0 && e.shared != e.width {
-        return o.refuse("width of the shared expert", e.width, e.shared);
-    }
-    if rows == stacked(e) * each {
-        Ok(())
-    } else {
-        o.refuse("rows of the stack", stacked(e) * each, rows)
-    }
 }

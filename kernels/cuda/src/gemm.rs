@@ -3,10 +3,10 @@
 use super::Version;
 use super::driver::{Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use super::kernel::{kernels, names};
-use super::linear::{DeviceLinear, PackedShape, WeightSizes};
-use super::pack::{PackedKind, SPAN, TILE};
+use super::linear::{DeviceLinear, WeightSizes};
+use super::pack::{PackedKind, PackedShape, SPAN, TILE};
 use super::product::{
-    Epilogue, Inputs, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
+    Boxes, Epilogue, Inputs, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
     RowBlocks, boxes, cheapest,
 };
 use crate::cuda::gemm::{GemmArgs, LARGE_ROOM, SMALL_ROOM};
@@ -392,9 +392,13 @@ impl Stream {
                 args.parts = plan.parts as i32;
                 // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
                 let element = if kind.bits() == 16 { 8 } else { 4 };
-                let codes_box = (kind.code_bytes() / 4, element);
-                let (size, from) = ((kernel.rows, kernel.groups * 4), (args.x, codes, meta));
-                let [x, codes, meta] = boxes(p, from, size, codes_box)?;
+                let size = Boxes {
+                    rows: kernel.rows,
+                    tiles: kernel.groups * 4,
+                    bytes: kind.code_bytes() / 4,
+                    element,
+                };
+                let [x, codes, meta] = boxes(p, [args.x, codes, meta], size)?;
                 let args = WgmmaArgs {
                     x,
                     codes,
@@ -402,7 +406,7 @@ impl Stream {
                     p: args,
                     padding: [0; 8],
                 };
-                let grid = [plan.parts * plan.columns, tiles.div_ceil(size.1), 1];
+                let grid = [plan.parts * plan.columns, tiles.div_ceil(size.tiles), 1];
                 let shape = LaunchShape::new(grid, kernel.groups * 128 + 32)
                     .shared(kernel.shared(kind))
                     .clusters_of(plan.parts);

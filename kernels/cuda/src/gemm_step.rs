@@ -3,12 +3,12 @@
 use super::Version;
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{kernels, names};
-use super::linear::{DeviceLinear, PackedShape};
-use super::pack::{PackedKind, SPAN};
+use super::linear::DeviceLinear;
+use super::pack::{PackedKind, PackedShape, SPAN};
 use super::partial_sums::{MOST_PARTS, PartialSums};
 use super::product::{
-    Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
-    boxes, cheapest,
+    Boxes, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product,
+    ProductOutput, boxes, cheapest,
 };
 use crate::cuda::gemm_step::{GemmStepArgs, MOST_STAGES};
 use crate::cuda::norm_step::NormStepArgs;
@@ -50,27 +50,33 @@ struct StepInstance {
     groups: usize,
     /// Rows of x.
     rows: usize,
-    /// Microseconds for a group of rows on a multiprocessor, per 64 inputs and once: measured
-    /// on an H200.
-    cost: (f64, f64),
+    /// Microseconds for 64 inputs of a group of rows on a multiprocessor, measured on an H200.
+    step: f64,
+    /// Microseconds for a group of rows besides those of its inputs.
+    round: f64,
 }
 
 impl StepInstance {
-    const fn new(groups: usize, rows: usize, cost: (f64, f64)) -> Self {
-        StepInstance { groups, rows, cost }
+    const fn new(groups: usize, rows: usize, step: f64, round: f64) -> Self {
+        StepInstance {
+            groups,
+            rows,
+            step,
+            round,
+        }
     }
 }
 
 /// In the order of [`GEMM_STEP`]'s names. There is none with 256 rows of weights and 64 of x: it
 /// would gain nothing.
 const INSTANCES: [StepInstance; 7] = [
-    StepInstance::new(1, 32, (0.16, 1.9)),
-    StepInstance::new(2, 32, (0.22, 1.9)),
-    StepInstance::new(3, 32, (0.29, 2.1)),
-    StepInstance::new(4, 32, (0.37, 2.3)),
-    StepInstance::new(1, 64, (0.16, 2.6)),
-    StepInstance::new(2, 64, (0.25, 2.7)),
-    StepInstance::new(3, 64, (0.34, 3.0)),
+    StepInstance::new(1, 32, 0.16, 1.9),
+    StepInstance::new(2, 32, 0.22, 1.9),
+    StepInstance::new(3, 32, 0.29, 2.1),
+    StepInstance::new(4, 32, 0.37, 2.3),
+    StepInstance::new(1, 64, 0.16, 2.6),
+    StepInstance::new(2, 64, 0.25, 2.7),
+    StepInstance::new(3, 64, 0.34, 3.0),
 ];
 
 /// Microseconds that each part adds to the next kernel.
@@ -100,7 +106,7 @@ impl StepPlan {
                 let at_once = (multiprocessors / parts).max(1);
                 let rounds = groups.div_ceil(at_once);
                 let steps = 4 * w.spans.div_ceil(parts);
-                let round = instance.cost.0 * steps as f64 + instance.cost.1;
+                let round = instance.step * steps as f64 + instance.round;
                 let cost = rounds as f64 * round + PART_COST * parts as f64;
                 (cost, StepPlan::of(index, parts, groups.div_ceil(rounds)))
             })
@@ -215,8 +221,13 @@ impl Stream {
         // 16 bits, 64 inputs take 2 KiB.
         let bytes = kind.stage_bytes().min(kind.code_bytes() / 2);
         let element = if kind.bits() == 4 { 4 } else { 8 };
-        let (size, from) = ((instance.rows, instance.groups * 4), (p.x()?, codes, meta));
-        let [x, codes, meta] = boxes(p, from, size, (bytes, element))?;
+        let size = Boxes {
+            rows: instance.rows,
+            tiles: instance.groups * 4,
+            bytes,
+            element,
+        };
+        let [x, codes, meta] = boxes(p, [p.x()?, codes, meta], size)?;
         let sizes = w.sizes();
         let args = GemmStepArgs {
             x,
@@ -231,7 +242,7 @@ impl Stream {
             groups: sizes.groups,
             meta_bytes: sizes.meta_bytes,
             padded: (w.rows() / 2).next_multiple_of(SPAN) as i32,
-            row_groups: w.tiles().div_ceil(size.1) as i32,
+            row_groups: w.tiles().div_ceil(size.tiles) as i32,
             depth: depth as i32,
             epilogue: to.epilogue as i32,
             parts: plan.parts as i32,

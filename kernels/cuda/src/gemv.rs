@@ -2,8 +2,8 @@
 
 use super::driver::{Buffer, GpuInfo, LaunchShape, Stream};
 use super::kernel::{Instance, kernels, kind_index, names};
-use super::linear::{DeviceLinear, PackedShape};
-use super::pack::PackedKind;
+use super::linear::DeviceLinear;
+use super::pack::{PackedKind, PackedShape};
 use super::product::{
     Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, PlannedRows, Product, ProductOutput,
     cheapest,

@@ -3,15 +3,16 @@
 
 use super::bank::{ExpertStage, Half, LayerBank, StageTurn};
 use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
-use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
 use super::kernel::kernels;
-use super::linear::{DeviceLinear, PackedShape, WeightSizes};
-use super::pack::{SPAN, TILE};
+use super::linear::{DeviceLinear, WeightSizes};
+use super::mixture::{check, chosen, stacked};
+use super::pack::{PackedShape, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Inputs, PlannedRows, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
-use super::trellis::experts::{EXPANDED_ROWS, PIECES, SORTED_ROWS, SortedRows};
+use super::trellis::experts::SortedRows;
+use super::trellis::sizes::{EXPANDED_ROWS, PIECES, SORTED_ROWS};
 use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs, StageArgs};
 use crate::cuda::places::ExpertPlaces;
 use nq_kernels::Result;
@@ -130,7 +131,7 @@ impl GroupedRows {
     fn stack(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<Option<DeviceLinear>> {
         match (w.bank(), &self.stage) {
             (None, _) => Ok(None),
-            (Some(half), Some(stage)) => Ok(Some(stage.linear(half, self.turn))),
+            (Some(half), Some(stage)) => Ok(Some(DeviceLinear::of_stage(half, stage, self.turn))),
             (Some(_), None) => o.refuse("experts in a bank", "a stage for them", "none"),
         }
     }
@@ -168,7 +169,8 @@ impl Stream {
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     unsafe fn gemm_experts(
         &self,
-        (w, experts): (&DeviceLinear, usize),
+        w: &DeviceLinear,
+        experts: usize,
         x: &Buffer<u16>,
         output: GemmOutput<'_>,
         routes: usize,
@@ -413,7 +415,8 @@ impl Stream {
             // SAFETY: the caller answers for the blocks.
             unsafe {
                 self.gemm_experts(
-                    (expanded.as_ref().unwrap_or(w), experts.len()),
+                    expanded.as_ref().unwrap_or(w),
+                    experts.len(),
                     x,
                     output,
                     routes,

@@ -1,7 +1,7 @@
 //! Which kernels products launch, in which shape and with which arguments, on imagined devices.
 
 use super::Version;
-use super::driver::trace::{imagined, launches};
+use super::driver::trace::launches;
 use super::driver::{Buffer, Checked, Gpu, StreamOptions};
 use super::*;
 use bytemuck::Pod;
@@ -258,7 +258,7 @@ impl Trace {
 fn products_launch_what_was_measured() {
     let mut others = Vec::new();
     for (capability, multiprocessors, kib, expected) in DEVICES {
-        let text = Trace::new(imagined(capability, multiprocessors, kib)).all();
+        let text = Trace::new(Gpu::imagined(capability, multiprocessors, kib)).all();
         if let Some(folder) = std::env::var_os("NQ_LAUNCHES") {
             let file = capability.to_string();
             std::fs::write(std::path::Path::new(&folder).join(file), &text).unwrap();

@@ -38,6 +38,7 @@ mod kernel;
 #[cfg(test)]
 mod launches;
 mod linear;
+mod mixture;
 pub mod pack;
 mod partial_sums;
 mod plan;
@@ -73,8 +74,7 @@ pub use engine::{
     CudaEagle, CudaEngine, CudaMtp, CudaTower, ParallelEngine, check_shape, placed, planned,
     planned_tower, served, unserved_tower,
 };
-pub use experts::{MOST_CHOSEN, MOST_EXPERTS, chosen, gated_width, stacked};
-pub use gather::{GatheredRows, GatheredSizes};
+pub use gather::room::{GatheredRows, GatheredSizes};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};
 pub use gemv::GemvOutput;
@@ -83,6 +83,7 @@ pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
+pub use mixture::{MOST_CHOSEN, MOST_EXPERTS, chosen, gated_width, stacked};
 pub use pack::{PackedKind, Stack, StackKind, operand_index};
 pub use partial_sums::PartialSums;
 pub use prefill::SequenceRows;
@@ -95,6 +96,6 @@ pub use step_layers::{
 };
 pub use table::table;
 pub use tower::{ImageGrid, ImageHeads, LayerNorm};
-pub use trellis::experts::CodedExperts;
+pub use trellis::MOST_ROWS as MOST_TRELLIS_ROWS;
 pub use trellis::room::{TrellisRoom, TrellisSizes};
-pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, packed_weights};
+pub use trellis::sizes::{CodedExperts, packed_weights};

@@ -1,58 +1,17 @@
 //! Packed weights on the device, and products with them.
 
-use super::bank::{BankHalf, LayerBank};
+use super::bank::{BankHalf, ExpertStage, LayerBank, StageTurn};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
-use super::exl3::Exl3Parts;
+use super::exl3::parts::Exl3Parts;
 use super::kernel::kernels;
-use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+use super::pack::{PackedKind, PackedShape, Packing, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
 use crate::cuda::places::ExpertPlaces;
 use crate::cuda::reference::LinearReferenceArgs;
 use crate::cuda::weights::PackedWeight;
-use nq_formats::trellis::STRIP;
 use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::{Error, Result};
 use nq_model::Dims;
-
-/// The sizes of a packed weight, or of the part of one that a launch reads.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PackedShape {
-    pub(super) kind: PackedKind,
-    /// Tiles of 16 outputs.
-    pub(super) tiles: usize,
-    /// Spans of 256 inputs.
-    pub(super) spans: usize,
-}
-
-impl PackedShape {
-    pub(super) fn new(kind: PackedKind, rows: usize, inputs: usize) -> Self {
-        PackedShape {
-            kind,
-            tiles: rows.div_ceil(TILE),
-            spans: inputs.div_ceil(SPAN),
-        }
-    }
-
-    /// Bytes of codes, in a trellis code of whole strips and spans; a size that no memory has is refused later, not wrapped
-    /// to a small one.
-    pub(super) fn codes_bytes(self) -> usize {
-        if let PackedKind::Trellis(scheme) = self.kind {
-            let strips = (self.tiles * TILE).div_ceil(STRIP);
-            return strips.saturating_mul(scheme.strip_bytes(self.spans * SPAN));
-        }
-        let records = self.tiles.saturating_mul(self.spans);
-        records.saturating_mul(self.kind.code_bytes())
-    }
-
-    /// Bytes of scales and zero-points; in a trellis code those of rows.
-    pub(super) fn meta_bytes(self) -> usize {
-        if let PackedKind::Trellis(_) = self.kind {
-            return self.tiles * TILE * size_of::<u16>();
-        }
-        let records = self.tiles.saturating_mul(self.spans);
-        records.saturating_mul(self.kind.meta_bytes())
-    }
-}
 
 /// One or several weights with the same inputs, packed on a device.
 pub struct DeviceLinear {
@@ -305,11 +264,12 @@ impl DeviceLinear {
         }
     }
 
-    /// The stack of a bank's experts that was made in `codes` and `meta`.
-    pub(super) fn of_stage(half: &BankHalf, codes: &Buffer<u8>, meta: &Buffer<u8>) -> Self {
+    /// The stack of a bank's experts that `stage` has, as products of many rows read it.
+    pub(super) fn of_stage(half: &BankHalf, stage: &ExpertStage, turn: StageTurn) -> Self {
+        let stack = stage.stack(half.half, turn);
         DeviceLinear {
-            codes: codes.share(),
-            meta: meta.share(),
+            codes: stack.codes.share(),
+            meta: stack.meta.share(),
             bank: None,
             ..Self::of_bank(half.clone())
         }

@@ -1,7 +1,9 @@
 //! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
 mod kind;
+mod layout;
 mod order;
+mod shape;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -14,27 +16,10 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 
 pub use kind::PackedKind;
+pub(crate) use kind::PartBits;
+pub use layout::{SPAN, Stack, TILE, operand_index};
 pub use order::StackKind;
-
-/// Rows of a tile.
-pub const TILE: usize = 16;
-/// Inputs of a span.
-pub const SPAN: usize = crate::cuda::weights::SPAN;
-
-/// The place of input `k` of a row in operand order, in which rows of FP16 activations are stored
-/// (`operand_index` of `cuda/common.cuh`): a permutation of each 32 inputs.
-pub fn operand_index(k: usize) -> usize {
-    k & !31 | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | k & 1
-}
-
-/// How the rows of several weights are stacked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stack {
-    /// One after another.
-    Concat,
-    /// Two of equal height, alternating every eight rows (gate and up).
-    Interleave,
-}
+pub(crate) use shape::PackedShape;
 
 /// Several weights with the same inputs that are packed as one.
 pub struct Packing<'a> {

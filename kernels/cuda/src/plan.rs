@@ -7,8 +7,7 @@ use super::driver::{Address, Gpu, Operands, Stream};
 use super::gemm::ManyRowsPlan;
 use super::gemm_step::{StepPlan, check_wide};
 use super::gemv::GemvPlan;
-use super::linear::PackedShape;
-use super::pack::SPAN;
+use super::pack::{PackedShape, SPAN};
 use super::product::{PlannedRows, Product, ProductOutput, Shares};
 use nq_kernels::Result;
 

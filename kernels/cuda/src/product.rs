@@ -173,13 +173,29 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Describes x, codes and metadata at these addresses for a copy engine. A box has `rows` rows of 64 inputs of x, and
-/// of each of `tiles` tiles of the weight `bytes` bytes of codes, in elements of `element` bytes.
+/// What a copy engine brings at once.
+#[derive(Clone, Copy)]
+pub(super) struct Boxes {
+    /// Rows of 64 inputs of x.
+    pub(super) rows: usize,
+    /// Tiles of the weight.
+    pub(super) tiles: usize,
+    /// Bytes of a tile's codes.
+    pub(super) bytes: usize,
+    /// Bytes of an element of codes.
+    pub(super) element: usize,
+}
+
+/// Describes x, codes and metadata at these addresses for a copy engine.
 pub(super) fn boxes(
     p: &Product<'_>,
-    (x, codes, meta): (Address, Address, Address),
-    (rows, tiles): (usize, usize),
-    (bytes, element): (usize, usize),
+    [x, codes, meta]: [Address; 3],
+    Boxes {
+        rows,
+        tiles,
+        bytes,
+        element,
+    }: Boxes,
 ) -> Result<[TensorMap; 3]> {
     let (gpu, w) = (p.o.gpu(), p.w.shape());
     let x = BoxedMatrix {

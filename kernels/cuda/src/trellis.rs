@@ -7,10 +7,11 @@
 pub(super) mod experts;
 pub(super) mod room;
 pub(super) mod rows;
+pub(crate) mod sizes;
 pub(super) mod stack;
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
-use super::exl3::Exl3Parts;
+use super::exl3::parts::Exl3Parts;
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -25,17 +26,13 @@ use nq_formats::trellis::TILE as COLUMNS;
 use nq_formats::trellis::{Code, LANES, STRIP, TrellisScheme};
 use nq_kernels::Result;
 use nq_model::Dims;
-use room::{TrellisRoom, grouped};
+use room::TrellisRoom;
 use rows::CodedProduct;
+use sizes::grouped;
 use stack::TrellisParts;
 
 /// Most rows that are multiplied by codes as they are.
 pub const MOST_ROWS: usize = 64;
-
-/// Weights of a product `[rows, inputs]` as packed FP16 values: rows padded to whole tiles, inputs to whole spans.
-pub fn packed_weights(rows: usize, inputs: usize) -> usize {
-    rows.next_multiple_of(TILE) * inputs.next_multiple_of(SPAN)
-}
 
 macro_rules! codes {
     ($prefix:literal $(; $($suffix:literal),+)?) => {

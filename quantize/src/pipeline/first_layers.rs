@@ -2,7 +2,7 @@
 //! be estimated: a GPU's speed follows from the shapes of a model, and much of a run is the work of its host.
 
 use super::job::Job;
-use super::pace::{PassPace, TextPass};
+use super::pass_pace::{PassPace, TextPass};
 use super::rehearsal::{seconds, seconds_at_once, step};
 use crate::error::{Error, Result};
 use crate::layers;

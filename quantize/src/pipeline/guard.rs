@@ -1,10 +1,9 @@
 //! Chooses the schemes to try: those requested, those that fit a target size, and, if a quality
 //! limit is missed, the smallest that are predicted to keep it.
 
-use super::job::{Job, TargetSize};
+use super::job::Job;
 use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
-use super::tower::tower_bytes;
 use crate::allocation::{self, Menu};
 use crate::calibration::{PROMPTS, Sequences};
 use crate::error::{Error, Result};
@@ -12,8 +11,10 @@ use crate::groups::{self, WeightGroup};
 use crate::memory;
 use crate::on_the_fly::rounded_weights;
 use crate::quality::{Judge, QualityLimits, Text, nats};
+use crate::recipe::TargetSize;
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use crate::tower::tower_bytes;
 use nq_evals::Comparison;
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, WeightStore, human_bytes, mapping};

@@ -7,7 +7,7 @@ use crate::groups;
 use crate::memory;
 use crate::methods::{self, Method, Needs};
 use crate::quality::{self, QualityLimits};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, TargetSize};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
 use crate::train::{TuneOptions, refused, untrainable};
@@ -314,15 +314,6 @@ impl<'a> Job<'a> {
         let (config, store) = (self.config(), self.checkpoint.store());
         Ok(load(config, store, &self.options.load, &self.progress)?)
     }
-}
-
-/// A size that the result must not exceed.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum TargetSize {
-    /// Bytes of all tensors.
-    Bytes(u64),
-    /// Bits per weight, counting all tensors.
-    BitsPerWeight(f64),
 }
 
 /// Refuses a target that makes no sense.

@@ -5,6 +5,7 @@
 //! (`2026-11-23-gpu-quantize.csv`, `2026-11-26-gpu-gptq-27b.csv`), by the number of its multiprocessors.
 
 use super::first_layers::FirstLayers;
+use super::pass_pace::{FITTED, PassPace, TextPass};
 use super::rehearsal::{Rehearsal, seconds};
 use crate::error::Result;
 use crate::trellis::Trellis;
@@ -39,36 +40,6 @@ pub(super) struct StagePace {
     path: f64,
 }
 
-/// Seconds of a pass over text: of each weight, however long the text is, and of a multiplication.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct PassPace {
-    pub(super) weight: f64,
-    pub(super) multiplication: f64,
-}
-
-impl PassPace {
-    /// The pace of a `pass` that took `long` seconds, and over a `share` of the text `short`.
-    pub(super) fn between(short: f64, long: f64, share: f64, pass: TextPass) -> Self {
-        // Times vary: one that hardly grows with the text is no reason to say that it does not.
-        let grows = (long - short).max(0.1 * long) / (1.0 - share).max(0.1);
-        PassPace {
-            weight: (long - grows).max(0.0) / pass.weights,
-            multiplication: grows.min(long) / pass.multiplications,
-        }
-    }
-
-    fn seconds(&self, pass: TextPass) -> f64 {
-        self.weight * pass.weights + self.multiplication * pass.multiplications
-    }
-}
-
-/// A pass over text through layers of a model.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TextPass {
-    pub(super) weights: f64,
-    pub(super) multiplications: f64,
-}
-
 /// The work of sampling text.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SamplingWork {
@@ -89,9 +60,7 @@ pub(super) struct RoundingWork {
     pub(super) paths: f64,
 }
 
-/// Other work of a CPU, in times that it takes to correct a column for a weight's error: to search the range of a weight; to
-/// hash and to load a byte (`2026-11-26-cpu-quantize.csv`).
-pub(super) const FITTED: f64 = 745.0;
+/// Other work of a CPU, likewise: to hash and to load a byte.
 const HASHED: f64 = 6.4;
 const LOADED: f64 = 32.0;
 

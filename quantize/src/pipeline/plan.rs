@@ -5,7 +5,8 @@
 
 use super::guard::GLANCE;
 use super::job::Job;
-use super::pace::{GpuPace, RoundingWork, SamplingWork, StagePace, TextPass, paths};
+use super::pace::{GpuPace, RoundingWork, SamplingWork, StagePace, paths};
+use super::pass_pace::TextPass;
 use super::state::{self, State};
 use crate::calibration::{CalibrationSource, sampling_slots};
 use crate::error::Result;
@@ -331,7 +332,7 @@ mod tests {
     use crate::methods;
     use crate::pipeline::QuantizeOptions;
     use crate::pipeline::first_layers::FirstLayers;
-    use crate::pipeline::pace::PassPace;
+    use crate::pipeline::pass_pace::PassPace;
     use crate::pipeline::state::StoredText;
     use crate::schemes::Codes;
     use crate::stages::{Stages, Took};

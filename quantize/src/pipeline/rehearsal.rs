@@ -6,7 +6,7 @@
 //! whatever this CPU, its threads and other programs make of each of these.
 
 use super::job::Job;
-use super::pace::{FITTED, PassPace, TextPass};
+use super::pass_pace::{FITTED, PassPace, TextPass};
 use crate::error::Result;
 use crate::grid::Grid;
 use crate::layers;

@@ -11,7 +11,8 @@ pub(super) fn label_places(
     names: &[&str],
     marks: &[(i32, i32)],
     obstacles: &[Rect],
-    (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),
+    across: std::ops::Range<i32>,
+    down: std::ops::Range<i32>,
 ) -> Vec<(i32, i32)> {
     const GAP: i32 = 10;
     let height = LABEL as i32 + 2;
@@ -79,7 +80,7 @@ mod tests {
             "demo",
         ];
         let marks = [(300, 200), (304, 204), (306, 198), (310, 210), (780, 20)];
-        let places = label_places(&names, &marks, &[], (100..800, 10..400));
+        let places = label_places(&names, &marks, &[], 100..800, 10..400);
         let rects: Vec<Rect> = names
             .iter()
             .zip(&places)
@@ -112,7 +113,7 @@ mod tests {
     #[test]
     fn labels_avoid_lines() {
         let line = (200, 99, 500, 101);
-        let places = label_places(&["name"], &[(200, 100)], &[line], (0..600, 0..300));
+        let places = label_places(&["name"], &[(200, 100)], &[line], 0..600, 0..300);
         let (x, y) = places[0];
         assert_eq!(overlap((x, y, x + 35, y + 17), line), 0, "{x}, {y}");
     }

@@ -150,7 +150,7 @@ pub(in crate::render) fn sizes(
         let style = ("sans-serif", LABEL).into_font().color(&BLACK);
         for (name, at) in names
             .iter()
-            .zip(label_places(&names, &pixels, &steps, (across, down)))
+            .zip(label_places(&names, &pixels, &steps, across, down))
         {
             area.draw(&Text::new((*name).to_owned(), at, style.clone()))?;
         }

@@ -40,7 +40,7 @@ impl EagleModel {
         target: &dyn WeightStore,
         options: &LoadOptions,
     ) -> Result<Self> {
-        let (cpu, config) = (super::open(options)?, head.config.layer(model));
+        let (cpu, config) = (super::open::open(options)?, head.config.layer(model));
         let mut census = Census::default();
         let linear = |product: &'static str, parts: &[&Weight]| {
             pack(&cpu, options, product, 1, parts, &mut census)

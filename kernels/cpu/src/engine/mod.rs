@@ -7,6 +7,7 @@ mod kept;
 pub mod layer;
 mod model;
 pub mod mtp;
+mod open;
 pub mod plan;
 mod session;
 mod stepper;
@@ -22,7 +23,9 @@ pub use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 pub use tower::CpuTower;
 
-use crate::{Cpu, Linear, TeamOptions};
+pub use open::open;
+
+use crate::Linear;
 use adapters::{CpuAdapter, CpuAdapters};
 use layer::{layer_bytes, pack, pack_layer};
 use model::{CpuEnding, CpuModel};
@@ -43,27 +46,6 @@ use nq_runtime::{Error, Result};
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 use weights::CpuLayer;
-
-/// The CPU with the threads and the instruction set of `options`.
-///
-/// # Errors
-/// A forced instruction set that this CPU lacks; binding threads to cores on a system that cannot
-/// do it.
-pub fn open(options: &LoadOptions) -> Result<Cpu> {
-    if options.pin && !cfg!(target_os = "linux") {
-        return Err(Error::Unsupported {
-            engine: "nq",
-            what: "threads bound to cores",
-            expected: "Linux".into(),
-            found: std::env::consts::OS.into(),
-        });
-    }
-    let team = TeamOptions {
-        threads: options.threads,
-        pin: options.pin,
-    };
-    Ok(Cpu::with(team, options.isa)?)
-}
 
 /// [`Engine`] on the CPU.
 pub struct CpuEngine {

@@ -44,7 +44,11 @@ impl MtpModel {
         head: Option<&Weight>,
         options: &LoadOptions,
     ) -> Result<Self> {
-        let (cpu, h, mut census) = (super::open(options)?, config.hidden_size, Census::default());
+        let (cpu, h, mut census) = (
+            super::open::open(options)?,
+            config.hidden_size,
+            Census::default(),
+        );
         let gains = |name: &str| -> Result<Vec<f32>> { Ok(store.vector(name, h)?.to_f32()?) };
         let fc = store.matrix(FC, Dims::new(h, 2 * h))?;
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;

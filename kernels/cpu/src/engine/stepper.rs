@@ -46,7 +46,7 @@ impl CpuLayers {
     /// Makes a stepper for models of this shape; keys and values are rounded to `kv_type`.
     pub fn new(config: &ModelConfig, options: &LoadOptions, kv_type: KvType) -> Result<Self> {
         Ok(CpuLayers {
-            cpu: Arc::new(super::open(options)?),
+            cpu: Arc::new(super::open::open(options)?),
             rotary: Rotary::new(config),
             kv_type,
             caches: caches(config, kv_type, 0, 0),

@@ -1,6 +1,6 @@
 //! The tower of a model that sees, on the CPU ([`nq_model::vision`]), in f32 with weights of any float type.
 
-use super::open;
+use super::open::open;
 use crate::ops::Visible;
 use crate::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
 use nq_formats::{Progress, Weight, WeightStore};

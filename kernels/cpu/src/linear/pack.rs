@@ -13,7 +13,7 @@
 //! high bits, arranged in each byte to match the inputs of the low nibbles. Scales and zero-points
 //! are stored per group in the same order of rows. Rows past the last one are zeros.
 
-use super::exl3::{self, PackedExl3};
+use super::exl3::pack::{self as exl3, PackedExl3};
 use super::trellis::pack::{
     InputScales, PackedTrellis, SEQUENCES, pack as pack_trellis, words as trellis_words,
 };
@@ -51,7 +51,7 @@ pub(crate) enum UnitCodes {
     Six,
     /// A trellis code, which has no units: see [`trellis`](super::trellis).
     Trellis,
-    /// A code of EXL3, likewise: see [`exl3`].
+    /// A code of EXL3, likewise: see [`super::exl3`].
     Exl3,
 }
 
@@ -399,8 +399,8 @@ impl PanelWeight {
             dequantize_trellis_row(self, row, out);
             return;
         }
-        if self.exl3.is_some() {
-            exl3::dequantize_row(self, row, out);
+        if let Some(exl3) = &self.exl3 {
+            exl3.dequantize_row(&self.data, row, self.scales[row].to_f32(), out);
             return;
         }
         let words = self.units * self.codes.words();

@@ -76,8 +76,18 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             t.chained(&format!("{name} delta_step {m} {what}"), bytes, |turn| {
                 let layer = states.layer(turn % LAYERS);
                 let out = AttentionOutput::Full(&mut out);
-                let products = (&qkvz, Rates::Products(&ba));
-                (t.stream).delta_step(products, &steps, &vectors(), layer, out, (m, slots), false)
+                let rates = Rates::Products(&ba);
+                (t.stream).delta_step(
+                    &qkvz,
+                    rates,
+                    &steps,
+                    &vectors(),
+                    layer,
+                    out,
+                    m,
+                    slots,
+                    false,
+                )
             })?;
         }
         let rows: Vec<Row> = (0..M as i32)

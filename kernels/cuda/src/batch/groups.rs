@@ -4,7 +4,7 @@ use super::columns::{ColumnGroup, MOST_DEPTH, PreparedColumns};
 use crate::cuda::gemv_batch::{GemvBatchArgs, TILES, WARPS};
 use crate::driver::{Address, GpuInfo, LaunchShape, Stream};
 use crate::kernel::{kernels, names};
-use crate::linear::PackedShape;
+use crate::pack::PackedShape;
 use crate::product::{OutputAddresses, Product, cheapest};
 use nq_kernels::Result;
 

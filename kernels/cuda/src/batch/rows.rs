@@ -4,8 +4,7 @@ use super::columns::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, PreparedColumns};
 use crate::cuda::gemv_rows::{GemvRowsArgs, WARPS};
 use crate::driver::{Gpu, LaunchShape, Stream};
 use crate::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use crate::linear::PackedShape;
-use crate::pack::PackedKind;
+use crate::pack::{PackedKind, PackedShape};
 use crate::product::{OutputAddresses, Product};
 use nq_kernels::Result;
 

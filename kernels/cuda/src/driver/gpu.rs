@@ -81,6 +81,20 @@ struct Function {
 const PORTABLE_CLUSTER: usize = 8;
 
 impl Gpu {
+    /// A dry device of this compute capability, number of multiprocessors and shared memory of a block, in KiB, whose
+    /// launches are written down.
+    #[cfg(test)]
+    pub(crate) fn imagined(capability: Version, multiprocessors: usize, shared_kib: usize) -> Self {
+        let info = GpuInfo {
+            name: super::trace::NAME.into(),
+            capability,
+            multiprocessors,
+            shared_memory: shared_kib << 10,
+            ..GpuInfo::default()
+        };
+        Self::dry(info, Account::gpu())
+    }
+
     /// Opens device `ordinal` and loads the kernels.
     ///
     /// # Errors
@@ -240,7 +254,7 @@ impl Gpu {
     /// True if this build has code for a kernel on this device.
     pub(crate) fn has_kernel<A>(&self, kernel: &Instance<A>) -> bool {
         #[cfg(test)]
-        if super::trace::is_imagined(self) {
+        if super::trace::is_imagined(self.info()) {
             return super::trace::has_kernel(kernel.row.name, self.info().capability);
         }
         matches!(self.function(kernel.row, kernel.index), Ok(Some(_)))
@@ -305,7 +319,7 @@ impl Gpu {
         shape: LaunchShape,
     ) -> Result<usize> {
         #[cfg(test)]
-        if super::trace::is_imagined(self) {
+        if super::trace::is_imagined(self.info()) {
             return Ok(self.info().multiprocessors / shape.cluster);
         }
         let function = self.reserve(kernel, shape)?;

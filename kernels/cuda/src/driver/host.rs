@@ -61,8 +61,10 @@ impl Stream {
         &self,
         stage: &HostStage,
         work: &Arc<HostWork>,
-        (x, n): (&mut Buffer<f32>, usize),
-        (y, k): (&Buffer<f32>, usize),
+        x: &mut Buffer<f32>,
+        n: usize,
+        y: &Buffer<f32>,
+        k: usize,
     ) -> Result<()> {
         let o = self.operands("on_host");
         if !stage.memory.gpu().is(self.gpu()) || n.saturating_add(k) > stage.len {

@@ -1,38 +1,23 @@
 //! In tests, an imagined device writes down what it is asked to launch.
 
-use super::gpu::Gpu;
 use super::info::GpuInfo;
 use super::info::Version;
 use super::launch::LaunchShape;
-use super::tensor_map::BoxedMatrix;
-use crate::cuda::wgmma::TensorMap;
 use crate::kernel::Instance;
-use nq_kernels::account::Account;
 use std::cell::{Cell, RefCell};
 use std::{ptr, slice};
 
-const NAME: &str = "imagined";
+/// The name of imagined devices.
+pub(super) const NAME: &str = "imagined";
 
 thread_local! {
     static LAUNCHES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     static ALLOCATED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A dry device of this compute capability, number of multiprocessors and shared memory of a block, in KiB.
-pub(crate) fn imagined(capability: Version, multiprocessors: usize, shared_kib: usize) -> Gpu {
-    let info = GpuInfo {
-        name: NAME.into(),
-        capability,
-        multiprocessors,
-        shared_memory: shared_kib << 10,
-        ..GpuInfo::default()
-    };
-    Gpu::dry(info, Account::gpu())
-}
-
-/// True for devices that [`imagined`] has made.
-pub(super) fn is_imagined(gpu: &Gpu) -> bool {
-    gpu.info().name == NAME
+/// True for devices that [`Gpu::imagined`](super::Gpu::imagined) has made.
+pub(super) fn is_imagined(info: &GpuInfo) -> bool {
+    info.name == NAME
 }
 
 /// The launches of this thread since the last call: kernel, shape, and the words of its argument.
@@ -61,21 +46,4 @@ pub(super) fn record<A: Copy>(kernel: &Instance<A>, shape: LaunchShape, args: &A
         unsafe { slice::from_raw_parts(ptr::from_ref(args).cast::<u32>(), size_of::<A>() / 4) };
     let line = format!("{} {shape:?} {words:x?}", kernel.name());
     LAUNCHES.with_borrow_mut(|all| all.push(line));
-}
-
-pub(super) fn tensor_map(m: &BoxedMatrix) -> TensorMap {
-    let mut words = [0; 16];
-    let sizes = [
-        m.element,
-        m.rows,
-        m.width,
-        m.tile.0,
-        m.tile.1,
-        usize::from(m.swizzled),
-    ];
-    words[0] = m.address.0;
-    for (word, size) in words[1..].iter_mut().zip(sizes) {
-        *word = size as u64;
-    }
-    TensorMap { words }
 }

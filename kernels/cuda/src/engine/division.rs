@@ -1,6 +1,6 @@
 //! How several GPUs divide a model.
 
-use super::model::{check_shape, key_copies};
+use super::served::{check_shape, key_copies};
 use crate::Gpu;
 use nq_formats::{Progress, Scheme, Shard, WeightStore};
 use nq_kernels::KernelSet;

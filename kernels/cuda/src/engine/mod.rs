@@ -4,6 +4,7 @@ mod adapters;
 mod division;
 mod experts_at;
 mod heat_parts;
+mod held;
 mod host_experts;
 mod layer;
 mod model;
@@ -14,17 +15,17 @@ mod pass;
 mod plan;
 mod request;
 mod residency;
+mod served;
 mod session;
 mod streams;
 mod tower;
 mod weights;
 
 use crate::{Cascade, Gpu};
-use adapters::{AdapterWidths, CudaAdapters, merged_only};
-pub use model::check_shape;
-use model::{CudaModel, key_copies, note_copies};
+use adapters::{CudaAdapters, merged_only};
+use model::CudaModel;
 use nq_formats::adapter::Lora;
-use nq_formats::{Progress, Shard, WeightStore};
+use nq_formats::{Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
@@ -37,6 +38,8 @@ use nq_runtime::{Error, Result};
 pub use parallel::ParallelEngine;
 use part::GpuPart;
 pub use plan::{placed, planned};
+pub use served::{check_shape, served};
+use served::{key_copies, note_copies};
 use session::CudaSession;
 use session::step::least_shared_pages;
 use session::step_rows::most_together;
@@ -52,14 +55,6 @@ pub struct CudaEngine {
     key_copies: usize,
     description: EngineDescription,
     bandwidth: OnceLock<Option<f64>>,
-}
-
-/// The whole of a model of shape `c`, with as many copies of its key heads as the kernels need.
-pub fn served(c: &ModelConfig) -> Shard {
-    Shard {
-        key_copies: key_copies(c),
-        ..Shard::tensors(0, 1)
-    }
 }
 
 impl CudaEngine {

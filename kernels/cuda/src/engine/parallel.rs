@@ -11,8 +11,8 @@
 use super::CudaEngine;
 use super::division::{choose, refuse, shards};
 use super::heat_parts::HeatPart;
-use super::model::note_copies;
 use super::part::GpuPart;
+use super::served::note_copies;
 use super::session::CudaSession;
 use crate::{Gpu, Rank};
 use nq_formats::{Progress, WeightStore};

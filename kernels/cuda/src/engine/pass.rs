@@ -8,7 +8,8 @@ mod observed;
 mod products;
 
 use super::adapters::Adapted;
-use super::layer::{CudaLayer, CudaLayers};
+use super::held::CudaLayer;
+use super::layer::CudaLayers;
 use super::residency::Coming;
 use super::session::buffers::{ExpertRows, RecurrentRows};
 use super::session::rank_rows::{
@@ -387,8 +388,7 @@ impl Verbs for Pass<'_> {
                 Some(adapted) => {
                     let mut gate_up = adapted.rows.gate_up.share();
                     self.inputs.store(product, x, norm, &mut gate_up)?;
-                    let from = (&mut self.inputs, added);
-                    adapted.add((&on, product.m), key, from, &mut gate_up)?;
+                    adapted.add(&on, product.m, key, &mut self.inputs, added, &mut gate_up)?;
                     return self.inputs.gate_products(product, &gate_up);
                 }
             },
@@ -399,7 +399,7 @@ impl Verbs for Pass<'_> {
         };
         self.inputs.store(product, x, norm, y)?;
         match &mut self.adapted {
-            Some(adapted) => adapted.add((&on, product.m), key, (&mut self.inputs, added), y),
+            Some(adapted) => adapted.add(&on, product.m, key, &mut self.inputs, added, y),
             None => Ok(()),
         }
     }
@@ -484,14 +484,15 @@ impl Verbs for Pass<'_> {
                 let (out, holds_dependents) = self.inputs.attended(&delta.out.linear, m);
                 let idle = on.pages.idle_slot();
                 stream.timed(key, m * states.bytes_per_row(), || {
-                    let products = (qkv, rates);
                     stream.delta_step(
-                        products,
+                        qkv,
+                        rates,
                         step,
                         &vectors,
                         states,
                         out,
-                        (m, idle),
+                        m,
+                        idle,
                         holds_dependents,
                     )
                 })
@@ -579,8 +580,8 @@ impl Verbs for Pass<'_> {
         }
         match &mut self.adapted {
             Some(adapted) => {
-                let from = (&mut self.inputs, AddedInput::Operand(operand));
-                adapted.add((&on, product.m), key, from, self.rows.x)
+                let from = AddedInput::Operand(operand);
+                adapted.add(&on, product.m, key, &mut self.inputs, from, self.rows.x)
             }
             None => Ok(()),
         }

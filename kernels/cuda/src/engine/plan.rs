@@ -1,20 +1,21 @@
 //! The GPU memory that a model and its sessions will take, before any of it is allocated: their constructors are run
 //! on a device that only counts. [`super::weights`] counts weights.
 
+use super::adapters::AdapterWidths;
 use super::division::shards;
-use super::experts_at::ExpertsAt;
-use super::layer::largest_mixture;
+use super::experts_at::{ExpertsAt, PlacedExperts, wide};
+use super::held::largest_mixture;
 use super::part::GpuPart;
 use super::pass::few_rows;
 use super::request::MemoryRequest;
+use super::served::served;
 use super::session::memory::SessionMemory;
 use super::weights::{
     self, BankSizes, TrellisCodes, WeightBytes, bank_sizes, has_sorted_inputs, layer_bytes,
     weight_bytes,
 };
-use super::{AdapterWidths, served};
 use crate::bank::StageSizes;
-use crate::experts::chosen;
+use crate::mixture::chosen;
 use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank, stacked};
 use nq_formats::human_bytes;
 use nq_kernels::pages::KvType;
@@ -26,8 +27,6 @@ use nq_runtime::{Error, Result};
 
 /// The part of the free memory that experts leave to sessions that are not asked for yet: a quarter.
 const UNASKED: usize = 4;
-/// Tokens of a prompt that [`wide`] sessions take at once, and the part of the rooms that may go for that: a quarter.
-const WIDE_ROWS: usize = 8192;
 const FOR_WIDE: usize = 4;
 /// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
@@ -205,40 +204,6 @@ fn chosen_bytes(c: &ModelConfig, kinds: Kinds<'_>, all: WeightBytes) -> Result<u
     // A shared expert is one more, and keeps its room.
     let each = c.experts.map_or(1, |e| chosen(&largest_mixture(&e)));
     Ok(experts / each * c.experts.map_or(0, |e| e.per_token))
-}
-
-/// Where [`MemoryRequest::split`] leaves experts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct PlacedExperts {
-    pub(super) at: ExpertsAt,
-    /// Bytes of all weights on the device.
-    pub(super) weights: usize,
-    /// Stacks that sessions make of experts in banks.
-    pub(super) stage: Option<StageSizes>,
-    /// True if sessions are made [`wide`].
-    pub(super) is_wide: bool,
-}
-
-impl PlacedExperts {
-    fn on_gpu(weights: usize) -> Self {
-        PlacedExperts {
-            at: ExpertsAt::Gpu,
-            weights,
-            stage: None,
-            is_wide: false,
-        }
-    }
-}
-
-/// The session of one conversation in the place of `spec` that takes more tokens of a prompt at once, as each time brings
-/// all experts of a bank over the bus once more; `None` for others, and where prompts are shorter.
-pub(super) fn wide(spec: &SessionSpec) -> Option<SessionSpec> {
-    let usual = SessionSpec::prompt_rows(false);
-    let wide = SessionSpec {
-        max_rows: spec.ctx.min(WIDE_ROWS),
-        ..*spec
-    };
-    (spec.slots == 1 && spec.max_rows >= usual && wide.max_rows > spec.max_rows).then_some(wide)
 }
 
 impl MemoryRequest<'_> {

@@ -8,8 +8,7 @@
 mod policy;
 mod rooms;
 
-use super::layer::HeldLayer;
-use super::model::stack;
+use super::held::{HeldLayer, stack};
 use super::weights::{BankShape, expert_table};
 use crate::bank::{CountsRead, ExpertPlace, ExpertTable, Half, LayerBank, StageSizes, TableWriter};
 use crate::{DeviceLinear, Gpu, GroupedRows, Mark, Stream, StreamOptions, Uploader};
@@ -194,7 +193,8 @@ impl ModelBank {
         uploader: &mut Uploader,
         weights: &LayerWeights,
         held: &HeldLayer,
-        (index, plain): (usize, bool),
+        index: usize,
+        plain: bool,
     ) -> Result<Option<[DeviceLinear; 2]>> {
         let found = self.empty.get_mut(index).and_then(Option::take);
         let (Some((shape, mut bank)), Some((_, spec))) = (found, weights.spec.experts()) else {

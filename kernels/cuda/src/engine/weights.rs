@@ -2,10 +2,10 @@
 //! counts.
 
 use super::experts_at::ExpertsAt;
-use super::layer::{CudaLayer, HeldLayer, largest_mixture};
+use super::held::{CudaLayer, HeldLayer, largest_mixture};
 use super::part::GpuPart;
 use crate::bank::{BankHalf, ExpertTable, Half, LayerBank, StageSizes, bank_bytes};
-use crate::linear::PackedShape;
+use crate::pack::PackedShape;
 use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, StackKind, stacked};
 use nq_formats::{TensorEntry, WeightStore};
 use nq_kernels::Account;

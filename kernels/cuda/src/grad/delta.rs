@@ -137,12 +137,12 @@ impl CudaOps {
             norm: inputs.norm,
             eps: inputs.eps,
         };
-        let products = (inputs.qkvz, Rates::Products(inputs.ba));
+        let (qkvz, rates) = (inputs.qkvz, Rates::Products(inputs.ba));
         let (states, out) = (states.layer(at.layer), AttentionOutput::Full(out));
         // All of the slots count: none is idle.
-        let rows = (m, m);
+        let idle = m;
         self.stream
-            .delta_step(products, &steps, &vectors, states, out, rows, false)?;
+            .delta_step(qkvz, rates, &steps, &vectors, states, out, m, idle, false)?;
         // The rows' places go with this function.
         self.synchronize()
     }

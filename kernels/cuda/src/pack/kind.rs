@@ -1,12 +1,17 @@
 //! Kinds of packed weights, and which of them holds what.
 
-use super::{SPAN, TILE, Weight};
+use super::layout::{SPAN, TILE};
 use crate::driver::GpuInfo;
-use crate::exl3::{MOST_PARTS, PartBits};
 use nq_formats::trellis::TrellisScheme;
-use nq_formats::{Bits, Group, Levels, Scales, TwoLevel, Zeros};
+use nq_formats::{Bits, Group, Levels, Scales, TwoLevel, Weight, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
+
+/// Most parts of a product that EXL3's kernels multiply.
+pub(crate) const MOST_PARTS: usize = 4;
+
+/// Bits of the parts of a product in EXL3's codes, in order; 0: there is no such part.
+pub(crate) type PartBits = [u8; MOST_PARTS];
 
 /// The properties of a packed weight that select its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,6 +1,6 @@
 //! Weights whose inputs are in groups of an order of their own (`g_idx`): they are packed with their inputs sorted by group.
 
-use super::PackedKind;
+use super::kind::PackedKind;
 use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::Result;
 use nq_kernels::registry::WeightKind;

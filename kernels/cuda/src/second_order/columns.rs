@@ -194,7 +194,7 @@ impl CudaOps {
                 let part = self.part(importance, columns.clone())?;
                 self.fit_groups(fit, &w, columns, &part, g, group)?;
             }
-            self.round_block(&o, &w, u, order, places.clone(), g, (&codes, &errors))?;
+            self.round_block(&o, &w, u, order, places.clone(), g, &codes, &errors)?;
             self.take_over(&o, &mut w, u, &errors, places.clone(), g)?;
         }
         self.synchronize()?;
@@ -218,7 +218,8 @@ impl CudaOps {
         order: &Permutation,
         places: Range<usize>,
         g: &Groups,
-        (codes, errors): (&CodeColumns, &Buffer<f32>),
+        codes: &CodeColumns,
+        errors: &Buffer<f32>,
     ) -> Result<()> {
         let n = g.cols;
         let (scales, zeros) = g.addresses(o)?;

@@ -6,7 +6,7 @@ use super::limits::{
 };
 use crate::attention::row_heads;
 use crate::cuda::layers::ProductShape;
-use crate::experts::{MOST_EXPERTS, chosen, stacked};
+use crate::mixture::{MOST_EXPERTS, chosen, stacked};
 use nq_formats::trellis::{BLOCK, STRIP, TILE};
 use nq_kernels::delta::DeltaShape;
 use nq_model::Experts;

@@ -1,91 +1,25 @@
 //! Products with the experts of a mixture in trellis codes, as they are. All experts of a layer have one shape and the same
 //! scales of inputs, and lie one after the other or where a bank's table says.
 
-use super::room::{GROUPS, digit_bytes};
 use super::rows::{THREADS, has_row, rows_shared_of};
+use super::sizes::{GROUPS, MOST_GROUPS, SORTED_ROWS, digit_bytes};
 use super::{
     SCHEMES, TRELLIS_EXPAND, TRELLIS_INPUTS, TRELLIS_ROWS, TRELLIS_TURN, TrellisParts, index_of,
-    packed_weights, unit_bytes,
+    unit_bytes,
 };
 use crate::cuda::places::ExpertPlaces;
 use crate::cuda::trellis_expand::{EXPAND_WARPS, TrellisExpandArgs};
 use crate::cuda::trellis_inputs::{TrellisInputsArgs, TrellisTurnArgs};
 use crate::cuda::trellis_rows::TrellisRowsArgs;
 use crate::driver::{Address, Buffer, LaunchShape, Operands, Stream};
-use crate::experts::{check, chosen, stacked};
 use crate::linear::DeviceLinear;
+use crate::mixture::{check, chosen, stacked};
 use crate::pack::{SPAN, TILE};
 use crate::product::{Epilogue, Norm};
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TILE as COLUMNS};
 use nq_kernels::Result;
 use nq_model::{Dims, Experts};
 use std::ops::Range;
-
-/// Most groups of sorted rows that are multiplied at once: digits of so many lie in memory.
-const MOST_GROUPS: usize = 256;
-
-/// From so many rows of an expert on, in the mean, experts become FP16 first, in so many pieces of a layer.
-pub(crate) const EXPANDED_ROWS: usize = 48;
-/// See [`EXPANDED_ROWS`].
-pub(crate) const PIECES: usize = 8;
-
-/// Mixtures in trellis codes that sessions need memory for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CodedExperts {
-    /// Most routes of rows that go through their experts one by one: rows times the experts of each.
-    pub few: usize,
-    /// Most routes of rows that are sorted by expert.
-    pub sorted: usize,
-    /// Number of experts.
-    pub experts: usize,
-    /// Inputs of gate and up, outputs of down.
-    pub hidden: usize,
-    /// Inputs of down.
-    pub width: usize,
-}
-
-/// Rows of x that a block multiplies at once, of rows that are sorted by expert.
-pub(crate) const SORTED_ROWS: usize = GROUPS[1];
-
-impl CodedExperts {
-    /// Groups of sorted rows at once.
-    fn groups(&self) -> usize {
-        let used = self.experts.min(self.sorted);
-        (self.sorted / SORTED_ROWS + used).min(MOST_GROUPS)
-    }
-
-    /// Bytes of digits.
-    pub(super) fn digit_bytes(&self) -> usize {
-        let few = self.few.div_ceil(GROUPS[0]) * digit_bytes(Code::Octagon, GROUPS[0], self.width);
-        let widest = self.hidden.max(self.width);
-        few.max(self.groups() * digit_bytes(Code::Octagon, SORTED_ROWS, widest))
-    }
-
-    /// Rows that have digits.
-    pub(super) fn digit_rows(&self) -> usize {
-        self.few
-            .next_multiple_of(GROUPS[0])
-            .max(self.groups() * SORTED_ROWS)
-    }
-
-    /// Most weights that are expanded at once.
-    pub fn expanded(&self) -> usize {
-        let used = self.experts.min(self.sorted).max(1);
-        let (hidden, width) = (self.hidden, self.width);
-        match self.sorted / used >= EXPANDED_ROWS {
-            true => {
-                let most = packed_weights(2 * width, hidden).max(packed_weights(hidden, width));
-                self.experts.div_ceil(PIECES) * most
-            }
-            false => 0,
-        }
-    }
-
-    /// Values of the products of down that wait for the others of their row.
-    pub(super) fn parts(&self) -> usize {
-        self.few * self.hidden
-    }
-}
 
 /// Rows that go through their experts one by one.
 pub(crate) struct ScoredRows<'a> {

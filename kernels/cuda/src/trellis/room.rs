@@ -1,14 +1,10 @@
 //! Memory between the kernels of a product in trellis codes.
 
-use super::experts::CodedExperts;
+use super::sizes::{CodedExperts, GROUPS, digit_bytes, grouped};
 use crate::driver::{Buffer, Gpu};
 use crate::pack::SPAN;
-use nq_formats::trellis::TILE as COLUMNS;
-use nq_formats::trellis::{BLOCK, Code, LANES, STRIP};
+use nq_formats::trellis::{BLOCK, Code, STRIP};
 use nq_kernels::Result;
-
-/// Rows of x that a block multiplies at once: few, or many.
-pub(crate) const GROUPS: [usize; 2] = [4, 16];
 
 /// What sessions of a model with trellis codes need memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,17 +35,6 @@ pub struct TrellisRoom {
     pub(crate) expanded: Buffer<u8>,
     pub(crate) no_meta: Buffer<u8>,
     pub(super) turned: Buffer<u16>,
-}
-
-/// Groups of rows, and rows of a group: the index in [`GROUPS`].
-pub(crate) fn grouped(m: usize) -> (usize, usize) {
-    let which = usize::from(m > GROUPS[0]);
-    (m.div_ceil(GROUPS[which]), which)
-}
-
-/// Bytes of the digits of a group: of each four rows 8 a lane for 16 inputs, or for 32 of sums.
-pub(super) fn digit_bytes(code: Code, group: usize, inputs: usize) -> usize {
-    inputs / COLUMNS * code.width() * group / 4 * LANES * 8
 }
 
 impl TrellisRoom {

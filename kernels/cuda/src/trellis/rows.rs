@@ -1,6 +1,7 @@
 //! Products of up to [`MOST_ROWS`](super::MOST_ROWS) rows by codes as they are: those of trellises, and of EXL3.
 
-use super::room::{GROUPS, TrellisRoom, digit_bytes, grouped};
+use super::room::TrellisRoom;
+use super::sizes::{GROUPS, digit_bytes, grouped};
 use crate::cuda::trellis_inputs::TrellisInputsArgs;
 use crate::cuda::trellis_rows::{ROWS_SHARED, TrellisRowsArgs};
 use crate::driver::{Address, GpuInfo, LaunchShape, Stream};

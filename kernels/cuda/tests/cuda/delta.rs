@@ -154,12 +154,14 @@ impl<'a> DeltaCheck<'a> {
         let layer = self.states.layer(LAYER);
         (self.stream)
             .delta_step(
-                (&qkvz, rates.unwrap_or(Rates::Products(&ba))),
+                &qkvz,
+                rates.unwrap_or(Rates::Products(&ba)),
                 &steps,
                 &self.vectors(),
                 layer,
                 out,
-                (m, IDLE),
+                m,
+                IDLE,
                 m % 2 == 0,
             )
             .unwrap();

@@ -240,15 +240,15 @@ fn the_cpu_works_in_the_order_of_the_stream() {
     {
         let stage = gpu.host_stage("a test", 5).unwrap();
         for _ in 0..3 {
-            stream.on_host(&stage, &work, (&mut x, 3), (&y, 2)).unwrap();
+            stream.on_host(&stage, &work, &mut x, 3, &y, 2).unwrap();
         }
         let graph = stream
-            .record(|| stream.on_host(&stage, &work, (&mut x, 3), (&y, 1)))
+            .record(|| stream.on_host(&stage, &work, &mut x, 3, &y, 1))
             .unwrap();
         for _ in 0..4 {
             stream.run(&graph).unwrap();
         }
-        assert!(stream.on_host(&stage, &work, (&mut x, 4), (&y, 2)).is_err());
+        assert!(stream.on_host(&stage, &work, &mut x, 4, &y, 2).is_err());
         stream.synchronize().unwrap();
         x.read(0, &mut found).unwrap();
         assert_eq!(found, [71.0, 102.0, 73.0, 4.0]);
@@ -261,7 +261,7 @@ fn the_cpu_works_in_the_order_of_the_stream() {
     }
     let stage = gpu.host_stage("a test", 5).unwrap();
     stream.put(&mut x, 0, &[1e6]).unwrap();
-    stream.on_host(&stage, &work, (&mut x, 3), (&y, 2)).unwrap();
+    stream.on_host(&stage, &work, &mut x, 3, &y, 2).unwrap();
     drop(stage);
     x.read(0, &mut found).unwrap();
     assert!(

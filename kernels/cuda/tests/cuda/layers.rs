@@ -192,15 +192,16 @@ impl Plain {
             if let Some(delta) = &w.delta {
                 let rates = Rates::Of(x, norm(&w.gains[0]), &delta.rates);
                 let states = self.kept.states().layer(i);
-                let at = (1, SLOT + 1);
                 stream
                     .delta_step(
-                        (&self.qkv, rates),
+                        &self.qkv,
+                        rates,
                         step,
                         &delta.vectors(),
                         states,
                         out,
-                        at,
+                        1,
+                        SLOT + 1,
                         false,
                     )
                     .unwrap();
@@ -274,12 +275,14 @@ fn draft(
         let mut out = gpu.zeros("a test", 3 * shape.values()).unwrap();
         stream
             .delta_step(
-                (&qkvz, Rates::Products(&ba)),
+                &qkvz,
+                Rates::Products(&ba),
                 &steps,
                 &delta.vectors(),
                 kept.states().layer(i),
                 AttentionOutput::Full(&mut out),
-                (3, SLOT + 1),
+                3,
+                SLOT + 1,
                 false,
             )
             .unwrap();

@@ -11,9 +11,11 @@ impl Adapted<'_> {
     /// Adds to the outputs `y` `[m, out]` of a product what the adapters make of its inputs.
     pub(super) fn add(
         &mut self,
-        (on, m): (&Context<'_>, usize),
+        on: &Context<'_>,
+        m: usize,
         key: ProductKey,
-        (inputs, x): (&mut Inputs<'_>, AddedInput<'_>),
+        inputs: &mut Inputs<'_>,
+        x: AddedInput<'_>,
         y: &mut Buffer<f32>,
     ) -> nq_kernels::Result<()> {
         let AdapterRows { low, zeros, .. } = &mut *self.rows;

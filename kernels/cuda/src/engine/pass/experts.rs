@@ -40,7 +40,7 @@ impl Pass<'_> {
                 "host",
                 Dims::new(shape.count, shape.width),
             );
-            return stream.timed(key, 0, || stream.on_host(stage, work, (x, n), (scores, k)));
+            return stream.timed(key, 0, || stream.on_host(stage, work, x, n, scores, k));
         }
         let key = |w: &Packed<DeviceLinear>| {
             let linear = &w.linear;

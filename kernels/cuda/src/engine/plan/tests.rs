@@ -4,8 +4,9 @@ use super::*;
 use crate::Version;
 use crate::bank::StageSizes;
 use crate::engine::adapters::AdapterWidths;
-use crate::engine::layer::HeldLayer;
-use crate::engine::model::{held_layer, stack};
+use crate::engine::held::HeldLayer;
+use crate::engine::held::stack;
+use crate::engine::model::held_layer;
 use crate::engine::weights::{
     BankSizes, TrellisCodes, bank_sizes, head, no_weight, stored_by_layer, weight_bytes,
 };

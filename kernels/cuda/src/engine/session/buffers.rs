@@ -1,7 +1,7 @@
 //! Buffers of a session beside those of its steps.
 
 use super::taps::Taps;
-use crate::engine::layer::largest_mixture;
+use crate::engine::held::largest_mixture;
 use crate::engine::weights::TrellisCodes;
 use crate::{
     Buffer, Checked, CodedExperts, DeltaRows, GatheredSizes, Gpu, GroupedRows, MOST_SEQUENCES,

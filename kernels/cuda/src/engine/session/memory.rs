@@ -2,10 +2,10 @@
 
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
-use super::step_rows::{StepRows, most_rows};
+use super::step_rows::{StepRows, StepShape, most_rows};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
-use crate::engine::layer::largest_mixture;
+use crate::engine::held::largest_mixture;
 use crate::engine::request::MemoryRequest;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{
@@ -81,15 +81,15 @@ impl SessionMemory {
             DraftedBy::Layer(layer) => Some(DraftMemory::new(gpu, layer, head, spec)?),
             DraftedBy::Nothing | DraftedBy::Tokens => None,
         };
-        let mut step = StepRows::new(
-            gpu,
-            c,
-            head,
+        let shape = StepShape {
             rows,
-            (spec.kv, places),
-            (request.part, trellis.any()),
-            request.few_rows,
-        )?;
+            few_rows: request.few_rows,
+            kv: spec.kv,
+            places,
+            part: request.part,
+            trellis: trellis.any(),
+        };
+        let mut step = StepRows::new(gpu, c, head, shape)?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
             let grouped = [&mut step.experts, &mut many.experts].into_iter().flatten();

@@ -2,7 +2,7 @@
 
 use super::buffers::{ExpertRows, Halves, Widths};
 use super::taps::Taps;
-use crate::engine::layer::largest_mixture;
+use crate::engine::held::largest_mixture;
 use crate::engine::part::GpuPart;
 use crate::{
     Adjustments, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked, Columns,
@@ -23,6 +23,21 @@ const _: () = assert!(MOST_LOGPROBS == nq_runtime::sampler::MOST_LOGPROBS);
 
 /// The value of a place where the device has not written a token yet.
 pub(super) const PENDING: u32 = u32::MAX;
+
+/// What the size of [`StepRows`] depends on besides the model.
+#[derive(Clone, Copy)]
+pub(super) struct StepShape {
+    /// Most rows of a step.
+    pub(super) rows: usize,
+    /// Most of them that the kernels for few rows take.
+    pub(super) few_rows: usize,
+    /// The type of keys and values.
+    pub(super) kv: KvType,
+    pub(super) places: Places,
+    pub(super) part: Option<GpuPart>,
+    /// Some weights are in trellis codes.
+    pub(super) trellis: bool,
+}
 
 /// Buffers of the fused step of up to `rows` rows.
 pub(super) struct StepRows {
@@ -123,18 +138,21 @@ pub(super) struct RowState {
 }
 
 impl StepRows {
-    /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
-    /// `kv`, with weights in trellis codes or not; kernels for few rows take up to `few_rows`. All rows start idle, in the
-    /// last slot of `places`.
+    /// Allocates buffers for steps of a model with this head. All rows start idle, in the last slot of the places.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         head: &DeviceLinear,
-        rows: usize,
-        (kv, places): (KvType, Places),
-        (part, trellis): (Option<GpuPart>, bool),
-        few_rows: usize,
+        shape: StepShape,
     ) -> Result<Self> {
+        let StepShape {
+            rows,
+            few_rows,
+            kv,
+            places,
+            part,
+            trellis,
+        } = shape;
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
         let tokens = w.vocab;

@@ -2,7 +2,7 @@
 
 use super::memory::SessionMemory;
 use crate::Version;
-use crate::driver::trace::{imagined, launches};
+use crate::driver::trace::launches;
 use crate::engine::adapters::{Adapted, AdaptedSequences, CudaAdapters, by_row};
 use crate::engine::layer::CudaLayers;
 use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
@@ -192,7 +192,7 @@ fn adapters_add_to_every_product() {
             num_hidden_layers: layers,
             ..c
         };
-        let gpu = &imagined(Version::new(9, 0), 132, 227);
+        let gpu = &Gpu::imagined(Version::new(9, 0), 132, 227);
         for shape in [
             (1, false),
             (5, false),

@@ -3,7 +3,7 @@
 use super::buffers::WHAT;
 use super::{DraftModel, GpuHead, On, multiply, rows_at};
 use crate::engine::layer::CudaLayers;
-use crate::engine::model::refuse;
+use crate::engine::served::refuse;
 use crate::{
     Buffer, Checked, CopiedRows, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm,
     RowsOut, Stack, Uploader,

@@ -1,7 +1,7 @@
 //! The layers of a step and its head, which a stream queues or records.
 
 use crate::engine::adapters::Adapted;
-use crate::engine::layer::CudaLayer;
+use crate::engine::held::CudaLayer;
 use crate::engine::model::CudaModel;
 use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
 use crate::engine::session::CudaSession;

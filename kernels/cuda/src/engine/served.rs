@@ -1,0 +1,135 @@
+//! The shapes of models that the kernels serve.
+
+use crate::pack::{SPAN, TILE};
+use crate::{
+    CONV, DELTA_DIM, HEAD_DIM, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, WIDE_HEAD_DIM,
+    rotary_dims,
+};
+use nq_formats::{Progress, Shard};
+use nq_kernels::KernelSet;
+use nq_model::ModelConfig;
+use nq_runtime::{Error, Result};
+
+/// Most query heads of a key head that the kernels of attention serve.
+const MOST_GROUP: usize = 8;
+
+/// The whole of a model of shape `c`, with as many copies of its key heads as the kernels need.
+pub fn served(c: &ModelConfig) -> Shard {
+    Shard {
+        key_copies: key_copies(c),
+        ..Shard::tensors(0, 1)
+    }
+}
+
+/// Copies of the key heads with which the kernels serve a model of shape `c`.
+pub(super) fn key_copies(c: &ModelConfig) -> usize {
+    Shard::copies_for(c, MOST_GROUP)
+}
+
+/// Says that keys and values are kept more than once, if they are.
+pub(super) fn note_copies(c: &ModelConfig, progress: &dyn Progress) {
+    let copies = key_copies(c);
+    if copies > 1 {
+        progress.note(&format!(
+            "keys and values take {copies} times their memory: attention on GPUs serves at most {MOST_GROUP} query heads of a \
+             key head, of {}",
+            c.num_attention_heads / c.num_key_value_heads
+        ));
+    }
+}
+
+/// Refuses shapes that the kernels do not serve.
+pub fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
+    let (gated, turned) = (config.gate_dim() > 0, config.rotary_dims());
+    match (config.head_dim, gated) {
+        (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}
+        (found, false) => return refuse("head_dim", "128", found),
+        (found, true) => return refuse("head_dim of attention with gates", "256", found),
+    }
+    if turned != rotary_dims(config.head_dim) {
+        let expected = rotary_dims(config.head_dim).to_string();
+        return refuse(
+            "values of a head that turn with the position",
+            &expected,
+            turned,
+        );
+    }
+    if let Some(d) = config.delta {
+        for (what, expected, found) in [
+            ("linear_key_head_dim", DELTA_DIM, d.key_dim),
+            ("linear_value_head_dim", DELTA_DIM, d.value_dim),
+            ("linear_conv_kernel_dim", CONV, d.conv),
+        ] {
+            if found != expected {
+                return refuse(what, &expected.to_string(), found);
+            }
+        }
+        if config.hidden_size > MOST_RATE_INPUTS {
+            let expected = format!("at most {MOST_RATE_INPUTS}");
+            return refuse(
+                "hidden_size of a model with recurrences",
+                &expected,
+                config.hidden_size,
+            );
+        }
+        if kernels == KernelSet::Reference {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "kernels for recurrences",
+                expected: "fused".into(),
+                found: kernels.to_string(),
+            });
+        }
+    }
+    let group = config.num_attention_heads / config.num_key_value_heads;
+    if group > MOST_GROUP {
+        return refuse("query heads per key head", "at most 8", group);
+    }
+    match config.experts {
+        Some(experts) => {
+            if !experts.width.is_multiple_of(SPAN) {
+                return refuse("moe_intermediate_size", "a multiple of 256", experts.width);
+            }
+            if !experts.shared.is_multiple_of(SPAN) {
+                let what = "shared_expert_intermediate_size";
+                return refuse(what, "a multiple of 256", experts.shared);
+            }
+            if !config.hidden_size.is_multiple_of(TILE) {
+                return refuse("hidden_size", "a multiple of 16", config.hidden_size);
+            }
+            if experts.count > MOST_EXPERTS {
+                return refuse("num_experts", "at most 512", experts.count);
+            }
+            if experts.per_token > MOST_CHOSEN {
+                return refuse("num_experts_per_tok", "at most 32", experts.per_token);
+            }
+            if kernels == KernelSet::Reference {
+                return Err(Error::Unsupported {
+                    engine: "nq on a GPU",
+                    what: "kernels for mixtures of experts",
+                    expected: "fused".into(),
+                    found: kernels.to_string(),
+                });
+            }
+        }
+        None if !config.intermediate_size.is_multiple_of(8) => {
+            let found = config.intermediate_size;
+            return refuse("intermediate_size", "a multiple of 8", found);
+        }
+        None => {}
+    }
+    if !config.hidden_size.is_multiple_of(8) {
+        return refuse("hidden_size", "a multiple of 8", config.hidden_size);
+    }
+    Ok(())
+}
+
+/// The error of a size that the kernels do not serve.
+pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Result<T> {
+    Err(Error::Unsupported {
+        engine: "nq on a GPU",
+        what,
+        expected: expected.into(),
+        found: found.to_string(),
+    })
+}
