@@ -2,7 +2,7 @@
 //! driver (lavapipe). Without any they are skipped, in print.
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use crate::common::{Store, hybrid, options, small_mixture};
+use crate::common::{Store, options, small_mixture};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::{DType, ModelConfig, find};
@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 /// Options for the first adapter; `None`, said in print, where there is none.
-fn on_adapter() -> Option<LoadOptions> {
+pub(crate) fn on_adapter() -> Option<LoadOptions> {
     if nq_load::wgpu::adapters().is_empty() {
         println!("skipped: no adapter for Vulkan, Metal or Direct3D 12");
         return None;
@@ -28,7 +28,7 @@ fn on_adapter() -> Option<LoadOptions> {
 }
 
 /// KL divergence of `found` from `expected`, rows of logits, in nats.
-fn divergence(expected: &[f32], found: &[f32]) -> f64 {
+pub(crate) fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let shifted = |v: &f32| f64::from(*v) - f64::from(most);
@@ -40,7 +40,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// The logits after each of `tokens`, fed in pieces.
-fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f32>> {
+pub(crate) fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f32>> {
     let mut all = Vec::new();
     for tokens in tokens.chunks(piece) {
         let found = session
@@ -51,7 +51,11 @@ fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f3
     all
 }
 
-fn engines(config: &ModelConfig, store: &Store, on: &LoadOptions) -> [Arc<dyn Engine>; 2] {
+pub(crate) fn engines(
+    config: &ModelConfig,
+    store: &Store,
+    on: &LoadOptions,
+) -> [Arc<dyn Engine>; 2] {
     let cpu = options(EngineKind::Nq);
     [&cpu, on].map(|o| nq_load::load(config, store, o, &()).unwrap())
 }
@@ -82,7 +86,7 @@ fn small(gguf: &str, dim: usize, tied: bool) -> ModelConfig {
     }
 }
 
-fn text(n: usize, vocab: usize) -> Vec<u32> {
+pub(crate) fn text(n: usize, vocab: usize) -> Vec<u32> {
     (0..n)
         .map(|i| ((i * 7919 + i * i * 31 + 3) % vocab) as u32)
         .collect()
@@ -288,6 +292,30 @@ fn sequences_decode_together() {
     assert_eq!([0, 1, 2].map(|slot| session.len(slot)), [135, 20, 8]);
 }
 
+/// Software is asked for by name alone.
+#[test]
+fn a_gpu_is_preferred_to_the_cpu_and_software_is_not() {
+    let config = small("qwen3", 32, true);
+    let store = Store::random(&config, 1);
+    let auto = LoadOptions {
+        device: DeviceChoice::Auto,
+        ..options(EngineKind::Nq)
+    };
+    let engine = nq_load::load(&config, &store, &auto, &()).unwrap();
+    let found = &engine.description().device;
+    let gpu = nq_load::wgpu::adapters().into_iter().find(|a| a.hardware);
+    match gpu {
+        Some(gpu) => {
+            let name = format!("wgpu:{}", gpu.ordinal);
+            assert!(
+                found.starts_with(&name) || nq_load::gpu::first().is_ok(),
+                "{found}"
+            );
+        }
+        None => assert!(!found.starts_with("wgpu"), "{found}"),
+    }
+}
+
 #[test]
 fn what_is_not_there_is_refused_by_name() {
     let Some(on) = on_adapter() else { return };
@@ -296,13 +324,21 @@ fn what_is_not_there_is_refused_by_name() {
         let refused = nq_load::load(config, &store, options, &()).err().unwrap();
         refused.to_string()
     };
-    for (config, names) in [
-        (hybrid("qwen35", 2, false), "gated"),
-        (small_mixture(2, true), "mixture"),
-    ] {
-        let why = refused(&config, &on);
-        assert!(why.contains(names) && why.contains("--device cpu"), "{why}");
-    }
+    // Rows that are no whole units.
+    let why = refused(&small_mixture(2, true), &on);
+    assert!(
+        why.contains("multiples of 32") && why.contains("--device cpu"),
+        "{why}"
+    );
+    let wide = ModelConfig {
+        num_attention_heads: 34,
+        ..small("llama", 32, true)
+    };
+    let why = refused(&wide, &on);
+    assert!(
+        why.contains("17 heads") && why.contains("--device cpu"),
+        "{why}"
+    );
     let config = small("llama", 32, true);
     let reference = LoadOptions {
         kernels: KernelSet::Reference,

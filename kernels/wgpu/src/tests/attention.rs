@@ -27,14 +27,14 @@ impl CachedSequence {
     }
 
     fn row(&self) -> usize {
-        (self.heads.count + 2 * self.heads.kv) * self.heads.dim
+        self.heads.row()
     }
 
     /// Sizes and words of a pass with tiles of `tile` rows, whose keys are read in parts of `split_pages` pages, and
     /// whose heads turn by these cosines and sines.
     fn batch(&self, tile: usize, split_pages: usize, turns: &[(f32, f32)]) -> ([u32; 8], Vec<u32>) {
         let mut words: Vec<u32> = (self.first()..self.len)
-            .flat_map(|p| [p as u32, 0])
+            .flat_map(|p| [p as u32, 0, 0, 0])
             .collect();
         let tiles_at = words.len();
         for first in (0..self.rows).step_by(tile) {
@@ -83,6 +83,7 @@ fn heads_are_normalized_turned_and_kept() {
             kv: 2,
             dim: 64,
             turned,
+            gated: false,
         };
         let s = CachedSequence {
             heads,
@@ -166,6 +167,7 @@ fn a_row_prepares_its_heads_and_attends() {
             kv,
             dim,
             turned: dim / 2,
+            gated: false,
         };
         for len in [1, 65, 300] {
             let s = CachedSequence {
@@ -221,7 +223,7 @@ fn a_row_prepares_its_heads_and_attends() {
                         }
                         if splits > 1 {
                             let grid = Grid::new(1, count);
-                            run(&gpu, &combine(heads), &COMBINE, &first[..4], grid);
+                            run(&gpu, &combine(heads), &COMBINE, &first[..5], grid);
                         }
                         [
                             read(&gpu, &attended, count * dim),
@@ -258,6 +260,7 @@ fn rows_attend_to_what_is_before_them() {
             kv,
             dim,
             turned: dim,
+            gated: false,
         };
         for (len, rows) in [(1, 1), (300, 3), (150, 37)] {
             let s = CachedSequence {
@@ -311,7 +314,7 @@ fn rows_attend_to_what_is_before_them() {
                 run(&gpu, &attention(heads, tile), &ATTENTION, &buffers, grid);
                 if splits > 1 {
                     let grid = Grid::new(rows, count);
-                    run(&gpu, &combine(heads), &COMBINE, &buffers[..4], grid);
+                    run(&gpu, &combine(heads), &COMBINE, &buffers[..5], grid);
                 }
                 let found = read(&gpu, &attended, rows * count * dim);
                 for (i, found) in found.chunks_exact(dim).enumerate() {

@@ -8,6 +8,7 @@
 @group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]: sums, greatest score, sum of weights
 
 #if COMBINE
+@group(0) @binding(4) var<storage, read> qkv: array<f32>;
 var<workgroup> weights: array<f32, SPLITS>;
 var<workgroup> totals: array<f32, SPLITS>;
 
@@ -46,6 +47,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             value += value$s * weights[min(s + $su, SPLITS - 1u)];
 #end
         }
+#if GATED
+        value /= 1.0 + exp(-qkv[group.x * STRIDE + group.y * QUERY_STEP + DIM + i]);
+#end
         attended[head * DIM + i] = value;
     }
 }
@@ -74,7 +78,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         let query = i / (DIM / 4u);
         let row = first_row + min(query / GROUP, rows - 1u);
         let head = kv_head * GROUP + query % GROUP;
-        q[i] = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * (DIM / 4u) + i % (DIM / 4u)];
+        q[i] = qkv[(row * STRIDE + head * QUERY_STEP) / 4u + i % (DIM / 4u)];
     }
     if (index < QUERIES) {
         greatest[index] = NOTHING;
@@ -178,8 +182,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let at = row * HEADS + kv_head * GROUP + query % GROUP;
             if (query < QUERIES && query / GROUP < rows) {
                 if (step.splits == 1u) {
-                    attended[at * DIM + 2u * pair] = sum$j.x / total[query];
-                    attended[at * DIM + 2u * pair + 1u] = sum$j.y / total[query];
+                    var both = sum$j / total[query];
+#if GATED
+                    let gate = row * STRIDE + (kv_head * GROUP + query % GROUP) * QUERY_STEP + DIM + 2u * pair;
+                    both /= 1.0 + exp(-vec2<f32>(qkv[gate / 4u][gate % 4u], qkv[gate / 4u][gate % 4u + 1u]));
+#end
+                    attended[at * DIM + 2u * pair] = both.x;
+                    attended[at * DIM + 2u * pair + 1u] = both.y;
                 } else {
                     let to = (at * step.splits + split) * (DIM + 2u);
                     parts[to + 2u * pair] = sum$j.x;

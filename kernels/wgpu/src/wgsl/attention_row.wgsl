@@ -53,8 +53,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let kv_head = group.y / SHARES;
     let first_query = group.y % SHARES * QUERIES;
     let row = group.z;
-    let position = batch[2u * row];
-    let table = step.tables_at + batch[2u * row + 1u];
+    let position = batch[4u * row];
+    let table = step.tables_at + batch[4u * row + 1u];
     let begin = split * step.split_pages * PAGE;
     let end = min(position + 1u, begin + step.split_pages * PAGE);
     // Four neighbours share a key, and invocations that share values have some keys each.
@@ -78,11 +78,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     // Queries past the end of the group are computed as its last one, and not written.
     for (var i = index; i < (QUERIES + 2u) * DIM; i += 256u) {
         let query = i / DIM;
-        let shared_head = select(HEADS + kv_head, HEADS + KV_HEADS + kv_head, query > QUERIES);
-        let head = select(kv_head * GROUP + min(first_query + query, GROUP - 1u), shared_head, query >= QUERIES);
-        var value = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * DIM + i % DIM];
+        let shared_at = KEYS_AT + (kv_head + select(0u, KV_HEADS, query > QUERIES)) * DIM;
+        let query_at = (kv_head * GROUP + min(first_query + query, GROUP - 1u)) * QUERY_STEP;
+        let at = select(query_at, shared_at, query >= QUERIES) + i % DIM;
+        var value = qkv[row * STRIDE + at];
 #if BIASES
-        value += vectors[head * DIM + i % DIM];
+        value += vectors[at];
 #end
         heads[i] = value;
     }
@@ -256,6 +257,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         let at = row * HEADS + kv_head * GROUP + first_query + $qu;
         if (step.splits == 1u) {
             both /= total[$q];
+#if GATED
+            let gate = row * STRIDE + (kv_head * GROUP + first_query + $qu) * QUERY_STEP + DIM + 2u * index;
+            both /= 1.0 + exp(-vec2<f32>(qkv[gate], qkv[gate + 1u]));
+#end
             attended[at * DIM + 2u * index] = both.x;
             attended[at * DIM + 2u * index + 1u] = both.y;
         } else {

@@ -16,12 +16,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let head = group.y;
     let is_key = head >= HEADS && head < HEADS + KV_HEADS;
     let is_value = head >= HEADS + KV_HEADS;
-    let at = row * (HEADS + 2u * KV_HEADS) * DIM + head * DIM;
+    // Where it is among a row's heads, of which a gate may stand behind each query.
+    let place = select(KEYS_AT + (head - HEADS) * DIM, head * QUERY_STEP, head < HEADS);
+    let at = row * STRIDE + place;
     var sum = 0.0;
     for (var i = index; i < DIM; i += 64u) {
         var value = qkv[at + i];
 #if BIASES
-        value += vectors[head * DIM + i];
+        value += vectors[place + i];
 #end
         head_values[i] = value;
         sum += value * value;
@@ -61,8 +63,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
         return;
     }
-    let position = batch[2u * row];
-    let page = batch[step.tables_at + batch[2u * row + 1u] + position / PAGE];
+    let position = batch[4u * row];
+    let page = batch[step.tables_at + batch[4u * row + 1u] + position / PAGE];
     let kv_head = (head - HEADS) % KV_HEADS;
     let to = ((page * KV_HEADS + kv_head) * PAGE + position % PAGE) * (DIM / 2u);
     for (var i = index; i < DIM / 2u; i += 64u) {
