@@ -49,10 +49,17 @@ pub(crate) struct Buffers {
     pub(crate) drawn: Buffer,
 }
 
+/// A buffer of parts of as many bytes: pages or states.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<'a> {
+    pub(crate) buffer: &'a Buffer,
+    pub(crate) bytes: usize,
+}
+
 /// What a layer keeps of sequences.
 pub(crate) enum Kept {
-    /// Keys and values of its attention, by page.
-    Pages([Buffer; 2]),
+    /// Keys and values of its attention, and scales of both, by page.
+    Pages([Buffer; 3]),
     /// States of its recurrence, by place.
     States(Buffer),
 }
@@ -67,8 +74,12 @@ impl Buffers {
         let kept = |layer| match is_recurrent(layer) {
             true => make("states", sizes.states).map(Kept::States),
             false => {
-                let [keys, values] = ["keys", "values"].map(|what| make(what, sizes.keys));
-                Ok(Kept::Pages([keys?, values?]))
+                let [keys, values, scales] = sizes.kept();
+                Ok(Kept::Pages([
+                    make("keys", keys)?,
+                    make("values", values)?,
+                    make("scales of keys and values", scales)?,
+                ]))
             }
         };
         Ok(Buffers {
@@ -105,20 +116,24 @@ impl Buffers {
 }
 
 impl Buffers {
-    /// Keys and values of all layers with attention, by page.
-    pub(crate) fn pages(&self) -> impl Iterator<Item = &Buffer> {
+    /// Keys, values and their scales of all layers with attention, with the bytes of a page of each.
+    pub(crate) fn pages(&self, sizes: &Sizes) -> Vec<Places<'_>> {
         let all = self.kept.iter().map(|kept| match kept {
             Kept::Pages(pages) => &pages[..],
             Kept::States(_) => &[],
         });
-        all.flatten()
+        let places = |(buffer, bytes)| Places { buffer, bytes };
+        let all = all.flat_map(|pages| pages.iter().zip(sizes.page).map(places));
+        all.filter(|places| places.bytes > 0).collect()
     }
 
-    /// States of all layers with recurrences, by place.
-    pub(crate) fn states(&self) -> impl Iterator<Item = &Buffer> {
-        self.kept.iter().filter_map(|kept| match kept {
-            Kept::States(states) => Some(states),
+    /// States of all layers with recurrences, with the bytes of one.
+    pub(crate) fn states(&self, sizes: &Sizes) -> Vec<Places<'_>> {
+        let bytes = sizes.state;
+        let all = self.kept.iter().filter_map(|kept| match kept {
+            Kept::States(buffer) => Some(Places { buffer, bytes }),
             Kept::Pages(_) => None,
-        })
+        });
+        all.collect()
     }
 }

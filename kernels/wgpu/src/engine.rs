@@ -183,13 +183,13 @@ impl WgpuEngine {
 
 /// Refuses sessions that no kernel serves.
 fn check_spec(spec: &SessionSpec) -> Result<()> {
-    if spec.kv == KvType::F16 {
+    if matches!(spec.kv, KvType::F16 | KvType::Int8) {
         return Ok(());
     }
     Err(Error::Unsupported {
         engine: "nq over wgpu",
         what: "keys and values",
-        expected: "f16 (--kv 16), or --device cpu".into(),
+        expected: "f16 or int8 (--kv 16, --kv 8), or --device cpu".into(),
         found: spec.kv.to_string(),
     })
 }

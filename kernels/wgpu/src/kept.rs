@@ -1,10 +1,10 @@
 //! What a session keeps of its sequences: pages, states, and snapshots of these.
 
+use crate::buffers::Places;
 use crate::session::WgpuSession;
 use nq_runtime::checks::check_bytes;
 use nq_runtime::interface::{Chunk, Pages};
 use nq_runtime::{Error, Result};
-use wgpu::Buffer;
 
 impl WgpuSession {
     /// True if sequences have states, which cannot be cut.
@@ -14,7 +14,7 @@ impl WgpuSession {
 
     /// Copies the states at place `from` to place `to`.
     pub(crate) fn copy_states(&self, from: usize, to: usize) {
-        self.copy_parts(self.buffers.states(), self.sizes.state, [(from, to)]);
+        self.copy_parts(&self.buffers.states(&self.sizes), &[(from, to)]);
     }
 
     /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept, shortly
@@ -48,21 +48,16 @@ impl WgpuSession {
         }
     }
 
-    /// In each of `buffers`, copies parts of `bytes` bytes from and to these places.
-    pub(crate) fn copy_parts<'a>(
-        &self,
-        buffers: impl Iterator<Item = &'a Buffer>,
-        bytes: usize,
-        moves: impl IntoIterator<Item = (usize, usize)>,
-    ) {
-        let moves: Vec<_> = moves.into_iter().filter(|(from, to)| from != to).collect();
-        if moves.is_empty() {
+    /// In each of `all`, copies parts from and to these places.
+    pub(crate) fn copy_parts(&self, all: &[Places<'_>], moves: &[(usize, usize)]) {
+        if moves.iter().all(|(from, to)| from == to) {
             return;
         }
         let (gpu, through) = (&self.model.gpu, &self.buffers.moved);
-        let (mut encoder, size) = (gpu.encoder(), bytes as u64);
-        for buffer in buffers {
-            for (from, to) in &moves {
+        let mut encoder = gpu.encoder();
+        for Places { buffer, bytes } in all {
+            for (from, to) in moves {
+                let size = *bytes as u64;
                 let [from, to] = [from, to].map(|at| *at as u64 * size);
                 encoder.copy_buffer_to_buffer(buffer, from, through, 0, size);
                 encoder.copy_buffer_to_buffer(through, 0, buffer, to, size);
@@ -71,16 +66,10 @@ impl WgpuSession {
         gpu.submit(encoder);
     }
 
-    /// Appends part `at`, of `bytes` bytes, of each of `buffers` to `out`.
-    fn read_parts<'a>(
-        &self,
-        buffers: impl Iterator<Item = &'a Buffer>,
-        bytes: usize,
-        at: usize,
-        out: &mut Vec<u8>,
-    ) -> Result<()> {
+    /// Appends part `at` of each of `all` to `out`.
+    fn read_parts(&self, all: &[Places<'_>], at: usize, out: &mut Vec<u8>) -> Result<()> {
         let (gpu, mut values) = (&self.model.gpu, Vec::new());
-        for buffer in buffers {
+        for &Places { buffer, bytes } in all {
             let staging = gpu.staging(bytes)?;
             let mut encoder = gpu.encoder();
             encoder.copy_buffer_to_buffer(buffer, (at * bytes) as u64, &staging, 0, bytes as u64);
@@ -92,16 +81,13 @@ impl WgpuSession {
         Ok(())
     }
 
-    /// Writes what [`WgpuSession::read_parts`] has read to part `at` of each of `buffers`.
-    fn write_parts<'a>(
-        &self,
-        buffers: impl Iterator<Item = &'a Buffer>,
-        bytes: usize,
-        at: usize,
-        from: &[u8],
-    ) -> Result<()> {
-        for (buffer, part) in buffers.zip(from.chunks_exact(bytes)) {
+    /// Writes what [`WgpuSession::read_parts`] has read to part `at` of each of `all`.
+    fn write_parts(&self, all: &[Places<'_>], at: usize, from: &[u8]) -> Result<()> {
+        let mut rest = from;
+        for &Places { buffer, bytes } in all {
+            let (part, others) = rest.split_at(bytes);
             self.model.gpu.write(buffer, at * bytes, part);
+            rest = others;
         }
         self.model.gpu.finish()
     }
@@ -122,14 +108,14 @@ impl Pages for WgpuSession {
 
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let page = self.tables.whole_page(slot, index)? as usize;
-        self.read_parts(self.buffers.pages(), self.sizes.page, page, out)
+        self.read_parts(&self.buffers.pages(&self.sizes), page, out)
     }
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
         check_bytes("a page of keys and values", page, self.page_bytes())?;
         let at = self.tables.append_page(slot, self.spec.ctx)? as usize;
         self.stateless[slot] = self.recurrent();
-        self.write_parts(self.buffers.pages(), self.sizes.page, at, page)
+        self.write_parts(&self.buffers.pages(&self.sizes), at, page)
     }
 
     fn read_state(&mut self, slot: usize, len: usize, out: &mut Vec<u8>) -> Result<()> {
@@ -144,12 +130,12 @@ impl Pages for WgpuSession {
                 found: format!("length {len} of slot {slot}"),
             });
         };
-        self.read_parts(self.buffers.states(), self.sizes.state, place, out)
+        self.read_parts(&self.buffers.states(&self.sizes), place, out)
     }
 
     fn write_state(&mut self, slot: usize, state: &[u8]) -> Result<()> {
         check_bytes("states of a sequence", state, self.sizes.all_states())?;
-        self.write_parts(self.buffers.states(), self.sizes.state, slot, state)?;
+        self.write_parts(&self.buffers.states(&self.sizes), slot, state)?;
         self.stateless[slot] = false;
         if self.recurrent()
             && let Some(place) = self.snapshots.take(slot, self.tables.len(slot))

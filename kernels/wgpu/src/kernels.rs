@@ -4,16 +4,16 @@ use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::pack::UNIT;
 use crate::sizes::{DRAW_PARTS, SPLITS};
 use crate::source::KernelSource;
-use nq_kernels::pages::PAGE;
+use nq_kernels::pages::{KvType, PAGE};
 use nq_model::ModelConfig;
 
 /// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 7] = [Uniform, Read, Write, Write, Read, Read, Read];
-pub(crate) const ATTENTION_ROW: [Binding; 8] =
-    [Uniform, Read, Write, Write, Read, Read, Write, Write];
+pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Read, Read, Read, Read];
+pub(crate) const ATTENTION_ROW: [Binding; 9] =
+    [Uniform, Read, Write, Write, Read, Read, Write, Write, Write];
 pub(crate) const DRAW: [Binding; 2] = [Read, Write];
 pub(crate) const COMBINE: [Binding; 5] = [Uniform, Read, Write, Write, Read];
-pub(crate) const HEADS: [Binding; 6] = [Uniform, Read, Read, Write, Write, Write];
+pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Write, Write, Write, Write];
 pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
 pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
 pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
@@ -32,17 +32,20 @@ pub(crate) struct Heads {
     pub(crate) turned: usize,
     /// True if a gate as wide as a head stands behind each query.
     pub(crate) gated: bool,
+    /// What keys and values are rounded to: f16 or int8.
+    pub(crate) kv_type: KvType,
 }
 
 impl Heads {
     /// Those of models of shape `c`.
-    pub(crate) fn of(c: &ModelConfig) -> Self {
+    pub(crate) fn of(c: &ModelConfig, kv_type: KvType) -> Self {
         Heads {
             count: c.num_attention_heads,
             kv: c.num_key_value_heads,
             dim: c.head_dim,
             turned: c.rotary_dims(),
             gated: c.gate_dim() > 0,
+            kv_type,
         }
     }
 
@@ -58,7 +61,7 @@ impl Heads {
 
     /// A kernel of `file` with these heads.
     fn kernel(&self, file: &'static str) -> KernelSource {
-        KernelSource::new(&[file])
+        KernelSource::new(&[include_str!("wgsl/pages.wgsl"), file])
             .with("HEADS", self.count)
             .with("KV_HEADS", self.kv)
             .with("GROUP", self.group())
@@ -73,6 +76,7 @@ impl Heads {
             .with_float("SCALE", 1.0 / (self.dim as f32).sqrt())
             .with_float("NOTHING", NOTHING)
             .flag("GATED", self.gated)
+            .flag("INT8", self.kv_type == KvType::Int8)
     }
 
     /// Heads that share one of keys and values.

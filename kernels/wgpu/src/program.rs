@@ -16,6 +16,7 @@ use crate::product::{
 use crate::recurrence::{DELTA, Recurrence, RecurrenceKernels, WIDEST, vectors};
 use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
+use nq_kernels::pages::KvType;
 use nq_model::forward::{
     Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs, Verbs,
 };
@@ -178,9 +179,9 @@ impl Program {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses a kernel.
-    pub(crate) fn new(model: &WgpuModel, buffers: &Buffers) -> Result<Self> {
+    pub(crate) fn new(model: &WgpuModel, buffers: &Buffers, kv: KvType) -> Result<Self> {
         let (gpu, c, b) = (&model.gpu, &model.config, buffers);
-        let heads = Heads::of(c);
+        let heads = Heads::of(c, kv);
         let tiles = |rows| gpu.kernel(&attention(heads, rows), &ATTENTION);
         let combined = [&b.step, &b.batch, &b.attended, &b.parts, &b.qkv];
         let attention = AttentionKernels {
@@ -201,6 +202,7 @@ impl Program {
         let mut recorder = Recorder {
             gpu,
             config: c,
+            heads,
             buffers,
             recurrence: recurrence.transpose()?,
             gains: None,
@@ -328,6 +330,7 @@ enum Input<'a> {
 struct Recorder<'a> {
     gpu: &'a Gpu,
     config: &'a ModelConfig,
+    heads: Heads,
     buffers: &'a Buffers,
     recurrence: Option<RecurrenceKernels>,
     /// Gains of the block's norm.
@@ -557,7 +560,7 @@ impl Verbs for Recorder<'_> {
         _o: &Packed<Linear>,
     ) -> Result<()> {
         let b = self.buffers;
-        let Kept::Pages([keys, values]) = &b.kept[layer] else {
+        let Kept::Pages([keys, values, scales]) = &b.kept[layer] else {
             unreachable!("a layer with attention has pages");
         };
         let mut vectors = heads.biases.concat();
@@ -568,7 +571,7 @@ impl Verbs for Recorder<'_> {
             .flatten()
             .for_each(|norm| vectors.extend(norm));
         let vectors = self.gpu.upload("vectors of heads", &vectors)?;
-        let shape = Heads::of(self.config);
+        let shape = self.heads;
         let eps = self.config.rms_norm_eps;
         let prepares = |source: KernelSource| {
             source
@@ -577,14 +580,14 @@ impl Verbs for Recorder<'_> {
                 .flag("NORMS", heads.norms.is_some())
         };
         let source = prepares(prepare_heads(shape, eps));
-        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values];
+        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values, scales];
         let heads_op = self.rows(source, shape.count + 2 * shape.kv, &HEADS, &buffers)?;
         let [first, batch, attended, parts] = [&b.step, &b.batch, &b.attended, &b.parts];
-        let buffers = [first, batch, attended, parts, &b.qkv, keys, values];
+        let buffers = [first, batch, attended, parts, &b.qkv, keys, values, scales];
         let tiles = self.gpu.bind(&ATTENTION, &buffers)?;
         let source = prepares(attention_row(shape, eps));
         let buffers = [
-            first, batch, attended, parts, &b.qkv, &vectors, keys, values,
+            first, batch, attended, parts, &b.qkv, &vectors, keys, values, scales,
         ];
         self.ops.push(Op::Attention(AttentionOp {
             heads: heads_op,

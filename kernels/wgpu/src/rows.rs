@@ -1,9 +1,10 @@
 //! What the host writes for a pass: where its rows stand.
 
 use crate::engine::WgpuModel;
+use crate::kernels::Heads;
 use crate::product::STEP_ROWS;
 use crate::program::Attended;
-use crate::sizes::{ROW_WORDS, SPLITS};
+use crate::sizes::{ROW_WORDS, SPLITS, page_parts};
 use nq_kernels::pages::PAGE;
 use nq_runtime::Result;
 use nq_runtime::interface::Chunk;
@@ -112,17 +113,21 @@ fn parts(pages: usize, rows: usize) -> (usize, usize) {
 }
 
 impl Batch {
-    /// Fills in the rows of `spans`: positions and page tables, tiles of up to `tile` rows, wanted rows.
+    /// Fills in the rows of `spans`: positions and page tables, tiles of rows that attend together, wanted rows.
     pub(crate) fn fill(
         &mut self,
         model: &WgpuModel,
         chunks: &[Chunk<'_>],
         spans: &[Span],
         tables: &PageTables,
-        tile: usize,
+        heads: &Heads,
     ) -> Result<RowsLayout> {
         let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
+        let tile = match rows <= STEP_ROWS {
+            true => 1,
+            false => heads.tile(),
+        };
         self.words.clear();
         self.stream.resize(rows * h, 0.0);
         self.turns.resize(half, (0.0, 0.0));
@@ -171,8 +176,11 @@ impl Batch {
             tiles: tiles.len() / 4,
             splits,
             alone: spans.iter().all(|s| s.tokens.len() == 1),
-            // Keys and values of two bytes.
-            bytes: 4 * seen * model.config.kv_dim(),
+            bytes: seen
+                * page_parts(&model.config, heads.kv_type)
+                    .iter()
+                    .sum::<usize>()
+                / PAGE,
         };
         // Kernels of recurrences find them behind the rows.
         self.words.extend(sequences);

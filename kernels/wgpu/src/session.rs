@@ -62,7 +62,7 @@ impl WgpuSession {
     pub(crate) fn new(model: Arc<WgpuModel>, spec: SessionSpec) -> Result<Self> {
         let sizes = Sizes::new(&model, &spec);
         let buffers = Buffers::new(&model.gpu, &sizes, &model.config)?;
-        let program = Program::new(&model, &buffers)?;
+        let program = Program::new(&model, &buffers, spec.kv)?;
         model.gpu.finish()?;
         Ok(WgpuSession {
             tables: PageTables::new(&spec),
@@ -106,10 +106,10 @@ impl WgpuSession {
         check_states(chunks, &self.stateless)?;
         let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
         let copies = self.tables.reserve(growth)?;
-        let page = self.sizes.page;
         let moves = copies.iter().map(|c| (c.from as usize, c.to as usize));
         // Whole pages: what is behind the rows in common is written before it is read.
-        self.copy_parts(self.buffers.pages(), page, moves);
+        let moves: Vec<_> = moves.collect();
+        self.copy_parts(&self.buffers.pages(&self.sizes), &moves);
         let due = chunks.iter().map(|c| {
             let (position, rows) = (self.tables.len(c.slot), c.tokens.len());
             let due = self.snapshots.due(c.slot, position, rows, 1);
@@ -120,13 +120,8 @@ impl WgpuSession {
 
     /// Writes what `spans` feed to the device.
     fn write(&mut self, chunks: &[Chunk<'_>], spans: &[Span]) -> Result<RowsLayout> {
-        let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
-        let tile = match rows <= STEP_ROWS {
-            true => 1,
-            false => self.program.heads.tile(),
-        };
-        let (model, b) = (&self.model, &self.buffers);
-        let layout = (self.batch).fill(model, chunks, spans, &self.tables, tile)?;
+        let (model, b, heads) = (&self.model, &self.buffers, &self.program.heads);
+        let layout = (self.batch).fill(model, chunks, spans, &self.tables, heads)?;
         let gpu = &model.gpu;
         gpu.write(&b.batch, 0, bytemuck::cast_slice(&self.batch.words));
         gpu.write(&b.stream, 0, bytemuck::cast_slice(&self.batch.stream));

@@ -61,10 +61,10 @@ pub(crate) struct Sizes {
     pub(crate) best: usize,
     /// Norms' gains, and vectors of heads.
     pub(crate) vectors: usize,
-    /// Keys of a layer, and as much for its values.
-    pub(crate) keys: usize,
-    /// Keys of a layer in a page.
-    pub(crate) page: usize,
+    /// Pages.
+    pages: usize,
+    /// Bytes of a page in a layer: keys, values, and their scales.
+    pub(crate) page: [usize; 3],
     /// Layers with keys and values, and with states.
     attention_layers: usize,
     recurrent_layers: usize,
@@ -75,9 +75,14 @@ pub(crate) struct Sizes {
     pub(crate) moved: usize,
 }
 
-/// Bytes of a page's keys in one layer.
-pub(crate) fn page_keys(c: &ModelConfig) -> usize {
-    PAGE * c.num_key_value_heads * KvType::F16.bytes(c.head_dim)
+/// Bytes of a layer's page: of its keys, of its values, and of scales of both.
+pub(crate) fn page_parts(c: &ModelConfig, kv: KvType) -> [usize; 3] {
+    let vectors = PAGE * c.num_key_value_heads;
+    match kv {
+        KvType::Int8 => [vectors * c.head_dim, vectors * c.head_dim, 8 * vectors],
+        // Others than f16 are refused.
+        KvType::F16 | KvType::F32 => [2 * vectors * c.head_dim, 2 * vectors * c.head_dim, 0],
+    }
 }
 
 impl Sizes {
@@ -94,7 +99,7 @@ impl Sizes {
         let step = rows.min(STEP_ROWS);
         let tables = spec.slots.min(rows) * spec.ctx.div_ceil(PAGE);
         let parts = step * heads * SPLITS;
-        let page = page_keys(c);
+        let page = page_parts(c, spec.kv);
         let delta = shape_of(c);
         let of_delta = |values: fn(&DeltaShape) -> usize| delta.as_ref().map_or(0, values);
         let state = 4 * of_delta(state_len);
@@ -104,7 +109,11 @@ impl Sizes {
             head_rows,
             stream: floats(c.hidden_size),
             normed: floats(c.hidden_size),
-            qkv: floats(Heads::of(c).row().max(of_delta(DeltaShape::stride))),
+            qkv: floats(
+                Heads::of(c, spec.kv)
+                    .row()
+                    .max(of_delta(DeltaShape::stride)),
+            ),
             attended: floats(c.q_dim().max(of_delta(DeltaShape::values))),
             gated: floats(mlp),
             gate_up: if apart { floats(2 * mlp) } else { 0 },
@@ -127,24 +136,29 @@ impl Sizes {
             logits: 4 * head_rows * c.vocab_size,
             best: 8 * step * DRAW_PARTS,
             vectors: 4 * model.vector_values(),
-            keys: spec.page_count() * page,
+            pages: spec.page_count(),
             page,
             attention_layers: c.num_hidden_layers - recurrent_layers,
             recurrent_layers,
             states: (spec.slots + spec.snapshot_count()) * state,
             state,
-            moved: page.max(state),
+            moved: page[0].max(state),
         }
+    }
+
+    /// Keys, values or scales of a layer, in order.
+    pub(crate) fn kept(&self) -> [usize; 3] {
+        self.page.map(|bytes| self.pages * bytes)
     }
 
     /// Keys, values and states of all layers.
     pub(crate) fn kv(&self) -> usize {
-        2 * self.attention_layers * self.keys + self.recurrent_layers * self.states
+        self.pages * self.all_of_page() + self.recurrent_layers * self.states
     }
 
     /// Keys and values of all layers in a page.
     pub(crate) fn all_of_page(&self) -> usize {
-        2 * self.attention_layers * self.page
+        self.attention_layers * self.page.iter().sum::<usize>()
     }
 
     /// The states of a sequence in all layers.

@@ -55,8 +55,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 }
 #else
 @group(0) @binding(4) var<storage, read> qkv: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> keys: array<vec4<u32>>;
+@group(0) @binding(5) var<storage, read> keys: array<KeyWords>;
 @group(0) @binding(6) var<storage, read> values: array<u32>;
+@group(0) @binding(7) var<storage, read> scales: array<f32>; // [pages, KV_HEADS, PAGE, 2]
 
 var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
 var<workgroup> scores: array<f32, QUERIES * 64>;
@@ -103,17 +104,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
         if (base + key < end) {
             for (var i = 0u; i < DIM / 8u; i++) {
-                let words = keys[(place + key) * (DIM / 8u) + i];
-                let a = vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
-                let b = vec4<f32>(unpack2x16float(words.z), unpack2x16float(words.w));
+                let k = eight(keys[(place + key) * (DIM / 8u) + i]);
 #for j in PER_HALF
                 {
                     let at = min(half * PER_HALF + $ju, QUERIES - 1u) * (DIM / 4u) + 2u * i;
-                    score$j += dot(q[at], a) + dot(q[at + 1u], b);
+                    score$j += dot(q[at], k.low) + dot(q[at + 1u], k.high);
                 }
 #end
             }
         }
+#if INT8
+        let key_scale = scales[2u * (place + min(key, end - base - 1u))];
+#for j in PER_HALF
+        score$j *= key_scale;
+#end
+#end
 #for j in PER_HALF
         {
             let query = half * PER_HALF + $ju;
@@ -166,7 +171,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
             let count = min(64u, end - base);
             for (var i = 0u; i < count; i++) {
-                let value = unpack2x16float(values[(place + i) * PAIRS + pair]);
+#if INT8
+                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair) * scales[2u * (place + i) + 1u];
+#else
+                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair);
+#end
 #for j in PER_VALUE_PART
                 sum$j += value * scores[min(part * PER_VALUE_PART + $ju, QUERIES - 1u) * 64u + i];
 #end
