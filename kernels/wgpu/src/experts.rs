@@ -1,7 +1,7 @@
 //! Mixtures of experts: the kernels that choose experts, and those of products with the ones that are chosen.
 //!
-//! A step's rows take three launches: `ROUTE` chooses, and two products read the rows of the chosen experts alone, of which
-//! the second sums them. A prompt's rows are sorted by expert, and tiles of them multiplied.
+//! A step's rows take two launches behind the scores: products that read the rows of the chosen experts alone, of which the
+//! first chooses them and the second sums them. A prompt's rows are sorted by expert, and tiles of them multiplied.
 
 use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::gpu::{Gpu, Grid, Kernel, LaunchPass};
@@ -28,7 +28,11 @@ pub(crate) const MOST_ROUTES: usize = 64;
 pub(crate) const MOST_EXPERTS: usize = 1024;
 
 fn kernel(shape: &Experts, stage: &'static str) -> KernelSource {
-    KernelSource::new(&[include_str!("wgsl/route.wgsl")])
+    staged(KernelSource::default(), shape, stage)
+}
+
+fn staged(source: KernelSource, shape: &Experts, stage: &'static str) -> KernelSource {
+    (source.file(include_str!("wgsl/route.wgsl")))
         .with("COUNT", shape.count)
         .with("ROUTES", shape.per_token)
         .flag("NORMALIZED", shape.normalized)
@@ -37,7 +41,8 @@ fn kernel(shape: &Experts, stage: &'static str) -> KernelSource {
 
 /// The kernel that chooses the experts of a row.
 pub(crate) fn route(shape: &Experts) -> KernelSource {
-    kernel(shape, "ROUTE")
+    let source = KernelSource::new(&[include_str!("wgsl/choose.wgsl")]);
+    staged(source.with("THREADS", 64), shape, "ROUTE")
 }
 
 /// The kernel that sorts the routes of up to `rows` rows.
@@ -209,19 +214,20 @@ impl ExpertsOp {
                 y,
             }
         };
-        let row = |x, norm, y, summed| RowOperands {
+        let row = |x, norm, y, scores: Option<_>| RowOperands {
             step: b.step,
             x,
             norm,
             y,
             routes: Some(RoutedInputs {
                 routes: b.routes,
-                per_row: shape.per_token,
-                summed,
+                shape,
+                scores,
+                summed: scores.is_none(),
             }),
         };
-        let of_gate_up = row(b.stream, Some(norm), b.gated, false);
-        let of_down = row(b.gated, None, b.stream, true);
+        let of_gate_up = row(b.stream, Some(norm), b.gated, Some(b.scores));
+        let of_down = row(b.gated, None, b.stream, None);
         let hidden = down.outputs / down.experts;
         let round = down.rounds.then(|| {
             let all = [b.step, b.gated, rounded.0, rounded.1];
@@ -265,12 +271,12 @@ impl ExpertsOp {
         let (shape, routes) = (&self.shape, rows * self.shape.per_token);
         let tiles = most_tiles(shape, rows);
         let experts = shape.count.min(routes);
-        self.route.launch(pass, Grid::new(rows, 1));
-        if rows > STEP_ROWS {
-            self.group.launch(pass, Grid::new(1, 1));
-        }
         let dims = Dims::new(1, shape.count);
-        pass.ends(("route", "rows", dims), 0);
+        if rows > STEP_ROWS {
+            self.route.launch(pass, Grid::new(rows, 1));
+            self.group.launch(pass, Grid::new(1, 1));
+            pass.ends(("route", "rows", dims), 0);
+        }
         self.gate_up.launch(pass, rows, tiles, experts);
         if rows > STEP_ROWS {
             let round = self.round.iter();

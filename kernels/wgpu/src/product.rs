@@ -6,7 +6,7 @@ use crate::linear::{Linear, Slice};
 use crate::pack::{Codes, Form, UNIT};
 use crate::source::KernelSource;
 use nq_formats::Bits;
-use nq_model::DType;
+use nq_model::{DType, Experts};
 use nq_runtime::Result;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,6 +30,11 @@ const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, 
 /// The same of products with experts, and behind it the routes of rows, or these in groups.
 pub(crate) const EXPERTS: [Binding; 9] =
     [Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read];
+
+/// The same of those that choose experts: behind it scores, and routes.
+const CHOOSING: [Binding; 10] = [
+    Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read, Write,
+];
 
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
@@ -152,7 +157,9 @@ pub(crate) struct RowOperands<'a> {
 pub(crate) struct RoutedInputs<'a> {
     /// `[rows, per_row, 2]`: experts, and bits of their weights.
     pub(crate) routes: &'a Buffer,
-    pub(crate) per_row: usize,
+    pub(crate) shape: &'a Experts,
+    /// `[rows, experts]`, from which the product chooses; `None` if that is done.
+    pub(crate) scores: Option<&'a Buffer>,
     /// True if each expert has inputs of its own, and their outputs are summed.
     pub(crate) summed: bool,
 }
@@ -182,10 +189,12 @@ impl RowProduct {
     ) -> Result<Option<Self>> {
         let RowOperands { norm, routes, .. } = operands;
         // Experts whose outputs are summed have one row of inputs together.
-        let parts = routes.map_or(1, |r| if r.summed { r.per_row } else { 1 });
+        let parts = routes.map_or(1, |r| if r.summed { r.shape.per_token } else { 1 });
         let units = parts * linear.inputs / UNIT;
         // Bytes, scales and sums of units, and values that invocations exchange.
+        let scores = routes.and_then(|r| Some((r.scores?, r.shape.count)));
         let held = (UNIT + 8) * units + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
+        let held = held + 4 * scores.map_or(0, |(_, count)| count);
         let fits = held <= gpu.limits.max_compute_workgroup_storage_size as usize;
         if !linear.rounds && norm.is_none() && routes.is_none() || linear.rounds && !fits {
             return Ok(None);
@@ -201,9 +210,12 @@ impl RowProduct {
             let rows = match routes {
                 None => slice.rows,
                 Some(r) if r.summed => linear.outputs / linear.experts,
-                Some(r) => linear.outputs / linear.experts * r.per_row,
+                Some(r) => linear.outputs / linear.experts * r.shape.per_token,
             };
-            let source = source(&slice.form, linear.rounds, outputs);
+            let mut source = source(&slice.form, linear.rounds, outputs);
+            if scores.is_some() {
+                source = source.file(include_str!("wgsl/choose.wgsl"));
+            }
             let (mut source, grid) = match linear.rounds {
                 true => row_kernel(source, gpu, rows, units),
                 false => {
@@ -217,9 +229,23 @@ impl RowProduct {
                 source = source.with_float("EPS", eps).flag("NORM", true);
             }
             if let Some(routed) = routes {
-                (source, bindings) = (source.with("ROUTES", routed.per_row), &EXPERTS);
-                source = source.flag("EXPERTS", true);
-                source = source.flag(if routed.summed { "SUMMED" } else { "SPREAD" }, true);
+                let Experts {
+                    count, normalized, ..
+                } = *routed.shape;
+                source = (source
+                    .with("ROUTES", routed.shape.per_token)
+                    .with("COUNT", count))
+                .with("THREADS", if linear.rounds { ROW_GROUP } else { 128 })
+                .flag("NORMALIZED", normalized)
+                .flag("EXPERTS", true)
+                .flag("CHOOSE", scores.is_some())
+                .flag(if routed.summed { "SUMMED" } else { "SPREAD" }, true);
+                bindings = if scores.is_some() {
+                    &CHOOSING
+                } else {
+                    &EXPERTS
+                };
+                buffers.extend(scores.map(|(scores, _)| scores));
                 buffers.push(routed.routes);
             }
             let kernel = gpu.kernel(&source, bindings)?;

@@ -8,16 +8,32 @@ struct Route {
     weight: f32,
 }
 
-@group(0) @binding(8) var<storage, read> routes: array<Route>; // [rows, ROUTES]
+#if CHOOSE
+// The first product of a step chooses by itself, each of its workgroups, which takes less time than a launch.
+@group(0) @binding(8) var<storage, read> scores: array<f32>;         // [rows, COUNT]
+@group(0) @binding(9) var<storage, read_write> routes: array<Route>; // [rows, ROUTES]
+#else
+@group(0) @binding(8) var<storage, read> routes: array<Route>;
+#end
 
 // The first row of each expert in the slice, the factor of its output, and whether the slice has it.
 var<workgroup> bases: array<u32, ROUTES>;
 var<workgroup> factors: array<f32, ROUTES>;
 var<workgroup> present: array<u32, ROUTES>;
 
-fn find_experts(row: u32, index: u32) {
+fn find_experts(row: u32, index: u32, first: bool) {
+#if CHOOSE
+    let weight = choose(row, index);
+#end
     if (index < ROUTES) {
+#if CHOOSE
+        let route = Route(chosen[index], weight);
+        if (first && slice.expert0 == 0u) {
+            routes[row * ROUTES + index] = route;
+        }
+#else
         let route = routes[row * ROUTES + index];
+#end
         // Of experts before the slice, this is a great number.
         let expert = route.expert - slice.expert0;
         let here = expert < slice.rows / slice.expert_rows;
@@ -28,7 +44,7 @@ fn find_experts(row: u32, index: u32) {
     workgroupBarrier();
 }
 #else
-fn find_experts(row: u32, index: u32) {
+fn find_experts(row: u32, index: u32, first: bool) {
 }
 #end
 

@@ -31,7 +31,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let part = index / 32u;
     let lane = index % 32u;
 #end
-    find_experts(group.z, index);
+    find_experts(group.z, index, group.x + group.y == 0u);
     let first = (group.x + group.y * GRID) * (4u * TOGETHER);
 #for i in TOGETHER
     // Rows past the end are computed as the last one, and not written.

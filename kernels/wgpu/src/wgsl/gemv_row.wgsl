@@ -33,7 +33,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let part = index / LANES;
     let lane = index % LANES;
 #end
-    find_experts(group.z, index);
+    find_experts(group.z, index, group.x == 0u);
     let blocks = (outputs_of_row() + PARTS * TOGETHER - 1u) / (PARTS * TOGETHER);
     var block = group.x;
 #for u in UNROLLED

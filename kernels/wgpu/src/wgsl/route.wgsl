@@ -1,58 +1,13 @@
 // The experts of rows.
 
 #if ROUTE
-// Of each row the ROUTES experts with the greatest scores, of equal ones those with lower numbers, and their weights: the
-// softmax over all, divided by the sum of the chosen ones if NORMALIZED. A workgroup has a row.
-@group(0) @binding(0) var<storage, read> scores: array<f32>;            // [rows, COUNT]
+@group(0) @binding(0) var<storage, read> scores: array<f32>;             // [rows, COUNT]
 @group(0) @binding(1) var<storage, read_write> routes: array<vec2<u32>>; // [rows, ROUTES]: expert, bits of its weight
-
-var<workgroup> of_row: array<f32, COUNT>;
-var<workgroup> chosen: array<u32, ROUTES>;
-var<workgroup> sums: array<f32, 64>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-    for (var i = index; i < COUNT; i += 64u) {
-        of_row[i] = scores[group.x * COUNT + i];
-    }
+    let weight = choose(group.x, index);
     if (index < ROUTES) {
-        // Scores that are no numbers may leave a place empty; their weights are no numbers either.
-        chosen[index] = index;
-    }
-    workgroupBarrier();
-    for (var i = index; i < COUNT; i += 64u) {
-        var before = 0u;
-        for (var j = 0u; j < COUNT; j++) {
-            let ahead = of_row[j] > of_row[i] || (of_row[j] == of_row[i] && j < i);
-            before += select(0u, 1u, ahead);
-        }
-        if (before < ROUTES) {
-            chosen[before] = i;
-        }
-    }
-    workgroupBarrier();
-    let most = of_row[chosen[0]];
-    var sum = 0.0;
-    for (var i = index; i < COUNT; i += 64u) {
-#if NORMALIZED
-        sum += of_row[i] - of_row[i];
-#else
-        sum += exp(of_row[i] - most);
-#end
-    }
-    sums[index] = sum;
-    workgroupBarrier();
-    sum = 0.0;
-    for (var i = 0u; i < 64u; i++) {
-        sum += sums[i];
-    }
-#if NORMALIZED
-    for (var i = 0u; i < ROUTES; i++) {
-        sum += exp(of_row[chosen[i]] - most);
-    }
-#end
-    if (index < ROUTES) {
-        let weight = exp(of_row[chosen[index]] - most) / sum;
         routes[group.x * ROUTES + index] = vec2<u32>(chosen[index], bitcast<u32>(weight));
     }
 }
