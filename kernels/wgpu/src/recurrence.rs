@@ -82,7 +82,7 @@ impl Recurrence {
         let quads = self.shape.key_dim / 4;
         let parts = (0..4)
             .map(|n| 1 << n)
-            .filter(|p| p <= &most && quads % p == 0);
+            .filter(|p| p <= &most && quads.is_multiple_of(*p));
         let parts = parts.max().unwrap_or(1);
         let lanes = lanes.filter(|lanes| (columns * parts).is_multiple_of(*lanes));
         (self.kernel("RECUR").flag("STEP", step))

@@ -80,7 +80,7 @@ fn experts_round_their_inputs_as_on_the_cpu() {
     };
     let cpu = LoadOptions {
         device: nq_runtime::DeviceChoice::Cpu,
-        ..on.clone()
+        ..on
     };
     let tokens = tokens(60, 2);
     let [expected, found] = [cpu, on].map(|o| {
