@@ -107,6 +107,8 @@ pub(crate) fn attention_row(heads: Heads, eps: f32) -> KernelSource {
     // Invocations for which there is a key to each; 64 keys are read together.
     let value_shares = (256 / (heads.dim / 2)).min(64);
     (heads.kernel(include_str!("wgsl/attention_row.wgsl")))
+        .file(include_str!("wgsl/softmax.wgsl"))
+        .with("THREADS", 256)
         .with("SHARES", heads.shares())
         .with("QUERIES", heads.group().div_ceil(heads.shares()))
         .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
@@ -123,6 +125,8 @@ pub(crate) fn attention(heads: Heads, rows: usize) -> KernelSource {
     let queries = rows * heads.group();
     let value_parts = (128 / (heads.dim / 2)).min(queries);
     (heads.kernel(include_str!("wgsl/attention.wgsl")))
+        .file(include_str!("wgsl/softmax.wgsl"))
+        .with("THREADS", 128)
         .with("QUERIES", queries)
         .with("PER_HALF", queries.div_ceil(2))
         .with("VALUE_PARTS", value_parts)

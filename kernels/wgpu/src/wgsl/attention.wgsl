@@ -60,11 +60,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 @group(0) @binding(7) var<storage, read> scales: array<f32>; // [pages, KV_HEADS, PAGE, 2]
 
 var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
-var<workgroup> scores: array<f32, QUERIES * 64>;
-var<workgroup> reduced: array<f32, 128>;
-var<workgroup> greatest: array<f32, QUERIES>;
-var<workgroup> total: array<f32, QUERIES>;
-var<workgroup> shrunk: array<f32, QUERIES>;
 
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
@@ -129,42 +124,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
 #end
         workgroupBarrier();
-        // Eight invocations for each query.
-        let query = min(index / 8u, QUERIES - 1u);
-        var most = NOTHING;
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
-        }
-        reduced[index] = most;
-        workgroupBarrier();
-        most = greatest[query];
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, reduced[index / 8u * 8u + i]);
-        }
-        workgroupBarrier();
-        var sum = 0.0;
-        if (index < 8u * QUERIES) {
-            for (var i = 0u; i < 8u; i++) {
-                let at = query * 64u + index % 8u * 8u + i;
-                // Before the first key that a query sees, nothing counts.
-                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
-                scores[at] = weight;
-                sum += weight;
-            }
-        }
-        reduced[index] = sum;
-        workgroupBarrier();
-        if (index < 8u * QUERIES && index % 8u == 0u) {
-            let shrinks = exp(greatest[query] - most);
-            var all = total[query] * shrinks;
-            for (var i = 0u; i < 8u; i++) {
-                all += reduced[index + i];
-            }
-            total[query] = all;
-            shrunk[query] = shrinks;
-            greatest[query] = most;
-        }
-        workgroupBarrier();
+        soften(index);
         if (takes_values) {
 #for j in PER_VALUE_PART
             sum$j *= shrunk[min(part * PER_VALUE_PART + $ju, QUERIES - 1u)];

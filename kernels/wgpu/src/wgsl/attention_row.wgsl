@@ -19,11 +19,6 @@ var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
 var<workgroup> queries: array<vec4<f32>, QUERIES * DIM / 4>;
 // Sums of scores, by the four invocations that share a key.
 var<workgroup> partial: array<f32, QUERIES * 256>;
-var<workgroup> scores: array<f32, QUERIES * 64>;
-var<workgroup> reduced: array<f32, 256>;
-var<workgroup> greatest: array<f32, QUERIES>;
-var<workgroup> total: array<f32, QUERIES>;
-var<workgroup> shrunk: array<f32, QUERIES>;
 var<workgroup> sums: array<vec2<f32>, 256>;
 
 fn pair_of(at: u32) -> u32 {
@@ -270,41 +265,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             scores[i] = select(NOTHING, score, i % 64u < count);
         }
         workgroupBarrier();
-        // Eight invocations for each query.
-        let query = min(index / 8u, QUERIES - 1u);
-        var most = NOTHING;
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
-        }
-        reduced[index] = most;
-        workgroupBarrier();
-        most = greatest[query];
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, reduced[index / 8u * 8u + i]);
-        }
-        workgroupBarrier();
-        var sum = 0.0;
-        if (index < 8u * QUERIES) {
-            for (var i = 0u; i < 8u; i++) {
-                let at = query * 64u + index % 8u * 8u + i;
-                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
-                scores[at] = weight;
-                sum += weight;
-            }
-        }
-        reduced[index] = sum;
-        workgroupBarrier();
-        if (index < 8u * QUERIES && index % 8u == 0u) {
-            let shrinks = exp(greatest[query] - most);
-            var all = total[query] * shrinks;
-            for (var i = 0u; i < 8u; i++) {
-                all += reduced[index + i];
-            }
-            total[query] = all;
-            shrunk[query] = shrinks;
-            greatest[query] = most;
-        }
-        workgroupBarrier();
+        soften(index);
 #for q in QUERIES
         sum$q *= shrunk[$q];
 #end
