@@ -563,6 +563,9 @@ impl Verbs for Recorder<'_> {
         let Kept::Pages([keys, values, scales]) = &b.kept[layer] else {
             unreachable!("a layer with attention has pages");
         };
+        if heads.gated && !heads.biases.is_empty() {
+            return self.unserved("biases of heads with gates");
+        }
         let mut vectors = heads.biases.concat();
         let norms_at = vectors.len();
         heads
