@@ -445,8 +445,8 @@ impl Recorder<'_> {
         Err(Error::Unsupported {
             engine: "nq over wgpu",
             what,
-            expected: "attention and MLPs, or --device cpu".into(),
-            found: "another mixer".into(),
+            expected: "blocks that its kernels run, or --device cpu".into(),
+            found: "another block".into(),
         })
     }
 }
