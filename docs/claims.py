@@ -110,6 +110,11 @@ CLAIMS = [
      "runtime/load/tests/wgpu.rs: what_is_not_there_is_refused_by_name; kernels/wgpu/src/tests.rs: what_fails_is_named", None),
     ("docs/gpu.md", "what the adapter binds at once are cut by rows",
      "kernels/wgpu/src/tests/products.rs: weights_are_cut_where_a_binding_ends", None),
+    ("docs/gpu.md", "otherwise the first of these adapters that is a GPU, not software",
+     "runtime/load/tests/wgpu.rs: a_gpu_is_preferred_to_the_cpu_and_software_is_not", None),
+    ("docs/gpu.md", "small ones of random weights have the logits and the 64 greedy tokens of the CPU",
+     "runtime/load/tests/wgpu_hybrids.rs: hybrids_are_those_of_the_cpu; "
+     "runtime/load/tests/wgpu_mixtures.rs: mixtures_are_those_of_the_cpu", None),
     ("docs/gpu.md", "decodes 8B in INT4 more than twice as fast there, and reads prompts ten times as fast", "benches/records/2026-11-30-wgpu.csv",
      lambda: all(least < over_vulkan(test) < least + 1 for test, least in (("tg128", 2), ("pp512", 9)))),
     ("docs/gpu.md", "waits for another for 20 seconds gives up with an error", "kernels/cuda/layers.cuh: LIMIT = 19", None),

@@ -112,6 +112,9 @@ impl StepsAhead for WgpuSession {
             if let (Some(seat), Ok(token)) = (seat.filter(|seat| seat.slot == slot), &token) {
                 seat.token = *token;
             }
+            if token.is_err() {
+                self.lose_slot(slot);
+            }
             let drawn = token.map(|token| Drawn {
                 token,
                 logprobs: None,

@@ -1,7 +1,7 @@
 //! [`Engine`] on an adapter.
 
 use crate::gpu::Gpu;
-use crate::linear::Linear;
+use crate::linear::{Linear, Purpose};
 use crate::pack::held_size;
 use crate::program::{Program, unserved};
 use crate::session::WgpuSession;
@@ -15,7 +15,7 @@ use nq_model::forward::{Layer, Mix};
 use nq_model::{LinearKind, ModelConfig, Product};
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::{
-    DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+    ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
@@ -37,7 +37,8 @@ pub(crate) struct WgpuModel {
 
 impl WgpuModel {
     fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let layers = self.layers.iter().flat_map(Layer::linears);
+        let layers = self.layers.iter();
+        let layers = layers.flat_map(|layer| layer.linears().chain(layer.kept()));
         layers.chain([&self.head])
     }
 
@@ -47,7 +48,8 @@ impl WgpuModel {
         blocks
             .filter_map(|block| match &block.mixer {
                 Mix::Mlp(mlp) => Some(&mlp.gate_up.linear),
-                _ => None,
+                Mix::Experts(experts) => Some(&experts.shared.as_ref()?.mlp.gate_up.linear),
+                Mix::Attention(_) | Mix::Delta(_) | Mix::Ngrams(_) => None,
             })
             .any(|gate_up| !gate_up.interleaved)
     }
@@ -55,7 +57,12 @@ impl WgpuModel {
     /// Most inputs that are rounded to bytes; 0 if none are.
     pub(crate) fn rounded_inputs(&self) -> usize {
         let rounded = self.linears().filter(|linear| linear.rounds);
-        rounded.map(|linear| linear.inputs).max().unwrap_or(0)
+        let most = rounded.map(|linear| linear.inputs).max().unwrap_or(0);
+        // Prompts round what each of a row's experts gates.
+        let routes = self.config.experts.map_or(0, |e| e.per_token);
+        let experts = self.layers.iter().filter_map(Layer::experts);
+        let stacks = experts.map(|e| &e.down.linear).filter(|down| down.rounds);
+        most.max(stacks.map(|down| routes * down.inputs).max().unwrap_or(0))
     }
 
     /// Values of all vectors.
@@ -101,7 +108,13 @@ impl WgpuEngine {
         let mut done = LoadProgress::begin(config, store, progress);
         let (mut census, choice) = (Census::default(), options.activations);
         let head_weight = models::head(store, config)?;
-        let head = Linear::new(&gpu, "head", &[&head_weight], false, choice, &mut census)?;
+        let purpose = Purpose {
+            name: "head",
+            gated: false,
+            experts: 1,
+            choice,
+        };
+        let head = Linear::new(&gpu, purpose, &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = models::embedding(store, config)?;
@@ -112,9 +125,21 @@ impl WgpuEngine {
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
             let linear = |product: &'static Product| {
-                let gated = product.linears.iter().any(|l| l.kind == LinearKind::Gate);
+                let gates = [LinearKind::Gate, LinearKind::SharedGate];
+                let first = &product.linears[0];
+                let mut purpose = Purpose {
+                    name: product.name,
+                    gated: gates.contains(&first.kind),
+                    experts: first.copies(config),
+                    choice,
+                };
                 let parts = weights.product(product);
-                Linear::new(&gpu, product.name, &parts, gated, choice, &mut census)
+                if weights.spec.kept_products().contains(&product) {
+                    // What chooses experts, and the like, is neither rounded nor counted.
+                    purpose.choice = ActivationChoice::F32;
+                    return Linear::new(&gpu, purpose, &parts, &mut Census::default());
+                }
+                Linear::new(&gpu, purpose, &parts, &mut census)
             };
             let vector = |vector| weights.values(vector);
             layers.push(Layer::new(index, weights.spec, linear, vector)?);
@@ -158,13 +183,13 @@ impl WgpuEngine {
 
 /// Refuses sessions that no kernel serves.
 fn check_spec(spec: &SessionSpec) -> Result<()> {
-    if spec.kv == KvType::F16 {
+    if matches!(spec.kv, KvType::F16 | KvType::Int8) {
         return Ok(());
     }
     Err(Error::Unsupported {
         engine: "nq over wgpu",
         what: "keys and values",
-        expected: "f16 (--kv 16), or --device cpu".into(),
+        expected: "f16 or int8 (--kv 16, --kv 8), or --device cpu".into(),
         found: spec.kv.to_string(),
     })
 }
@@ -179,8 +204,10 @@ impl Engine for WgpuEngine {
     }
 
     fn bytes_per_token(&self) -> usize {
-        let linears = self.model.linears().map(Linear::bytes);
-        linears.sum::<usize>() + 4 * self.model.vector_values()
+        let (model, c) = (&self.model, &self.model.config);
+        let layers = model.layers.iter();
+        let layers = layers.map(|layer| layer.bytes_per_token(c, Linear::bytes));
+        layers.sum::<usize>() + model.head.bytes() + 4 * model.vector_values()
     }
 
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
@@ -191,7 +218,7 @@ impl Engine for WgpuEngine {
         };
         Some(DeviceMemory {
             weights: model.linears().map(Linear::bytes).sum(),
-            kv: sizes.kv(&model.config),
+            kv: sizes.kv(),
             scratch: sizes.scratch(),
             free,
             on_host: model.gpu.on_host,

@@ -4,16 +4,16 @@ use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::pack::UNIT;
 use crate::sizes::{DRAW_PARTS, SPLITS};
 use crate::source::KernelSource;
-use nq_kernels::pages::PAGE;
+use nq_kernels::pages::{KvType, PAGE};
 use nq_model::ModelConfig;
 
 /// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 7] = [Uniform, Read, Write, Write, Read, Read, Read];
-pub(crate) const ATTENTION_ROW: [Binding; 8] =
-    [Uniform, Read, Write, Write, Read, Read, Write, Write];
+pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Read, Read, Read, Read];
+pub(crate) const ATTENTION_ROW: [Binding; 9] =
+    [Uniform, Read, Write, Write, Read, Read, Write, Write, Write];
 pub(crate) const DRAW: [Binding; 2] = [Read, Write];
-pub(crate) const COMBINE: [Binding; 4] = [Uniform, Read, Write, Write];
-pub(crate) const HEADS: [Binding; 6] = [Uniform, Read, Read, Write, Write, Write];
+pub(crate) const COMBINE: [Binding; 5] = [Uniform, Read, Write, Write, Read];
+pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Write, Write, Write, Write];
 pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
 pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
 pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
@@ -30,17 +30,53 @@ pub(crate) struct Heads {
     pub(crate) dim: usize,
     /// Values of a head that turn with the position.
     pub(crate) turned: usize,
+    /// True if a gate as wide as a head stands behind each query.
+    pub(crate) gated: bool,
+    /// What keys and values are rounded to: f16 or int8.
+    pub(crate) kv_type: KvType,
 }
 
 impl Heads {
     /// Those of models of shape `c`.
-    pub(crate) fn of(c: &ModelConfig) -> Self {
+    pub(crate) fn of(c: &ModelConfig, kv_type: KvType) -> Self {
         Heads {
             count: c.num_attention_heads,
             kv: c.num_key_value_heads,
             dim: c.head_dim,
             turned: c.rotary_dims(),
+            gated: c.gate_dim() > 0,
+            kv_type,
         }
+    }
+
+    /// Values from one query to the next.
+    fn step(&self) -> usize {
+        self.dim * (1 + usize::from(self.gated))
+    }
+
+    /// Values of a row: queries and their gates, keys, values.
+    pub(crate) fn row(&self) -> usize {
+        self.count * self.step() + 2 * self.kv * self.dim
+    }
+
+    /// A kernel of `file` with these heads.
+    fn kernel(&self, file: &'static str) -> KernelSource {
+        KernelSource::new(&[include_str!("wgsl/pages.wgsl"), file])
+            .with("HEADS", self.count)
+            .with("KV_HEADS", self.kv)
+            .with("GROUP", self.group())
+            .with("DIM", self.dim)
+            .with("TURNED", self.turned)
+            .with("STRIDE", self.row())
+            .with("QUERY_STEP", self.step())
+            .with("KEYS_AT", self.count * self.step())
+            .with("PAGE", PAGE)
+            .with("SPLITS", SPLITS)
+            .with("PAIRS", self.dim / 2)
+            .with_float("SCALE", 1.0 / (self.dim as f32).sqrt())
+            .with_float("NOTHING", NOTHING)
+            .flag("GATED", self.gated)
+            .flag("INT8", self.kv_type == KvType::Int8)
     }
 
     /// Heads that share one of keys and values.
@@ -62,34 +98,22 @@ impl Heads {
 
 /// The kernel that combines parts of attention.
 pub(crate) fn combine(heads: Heads) -> KernelSource {
-    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
-        .with("HEADS", heads.count)
-        .with("DIM", heads.dim)
-        .with("SPLITS", SPLITS)
-        .with_float("NOTHING", NOTHING)
-        .flag("COMBINE", true)
+    let kernel = heads.kernel(include_str!("wgsl/attention.wgsl"));
+    kernel.flag("COMBINE", true)
 }
 
 /// The kernel of attention for steps in which every sequence has one row, without biases and norms.
 pub(crate) fn attention_row(heads: Heads, eps: f32) -> KernelSource {
-    let (queries, pairs) = (heads.group().div_ceil(heads.shares()), heads.dim / 2);
     // Invocations for which there is a key to each; 64 keys are read together.
-    let value_shares = (256 / pairs).min(64);
-    KernelSource::new(&[include_str!("wgsl/attention_row.wgsl")])
-        .with("HEADS", heads.count)
-        .with("KV_HEADS", heads.kv)
-        .with("GROUP", heads.group())
+    let value_shares = (256 / (heads.dim / 2)).min(64);
+    (heads.kernel(include_str!("wgsl/attention_row.wgsl")))
+        .file(include_str!("wgsl/softmax.wgsl"))
+        .with("THREADS", 256)
         .with("SHARES", heads.shares())
-        .with("DIM", heads.dim)
-        .with("TURNED", heads.turned)
-        .with("PAGE", PAGE)
-        .with("QUERIES", queries)
-        .with("PAIRS", pairs)
+        .with("QUERIES", heads.group().div_ceil(heads.shares()))
         .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
         .with("VALUE_SHARES", value_shares)
         .with("PER_SHARE", 64usize.div_ceil(value_shares))
-        .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
-        .with_float("NOTHING", NOTHING)
         .with_float("EPS", eps)
 }
 
@@ -98,32 +122,21 @@ const NOTHING: f32 = -1e30;
 
 /// The kernel of attention for tiles of `rows` rows.
 pub(crate) fn attention(heads: Heads, rows: usize) -> KernelSource {
-    let (queries, pairs) = (rows * heads.group(), heads.dim / 2);
-    let value_parts = (128 / pairs).min(queries);
-    KernelSource::new(&[include_str!("wgsl/attention.wgsl")])
-        .with("HEADS", heads.count)
-        .with("KV_HEADS", heads.kv)
-        .with("GROUP", heads.group())
-        .with("DIM", heads.dim)
-        .with("PAGE", PAGE)
+    let queries = rows * heads.group();
+    let value_parts = (128 / (heads.dim / 2)).min(queries);
+    (heads.kernel(include_str!("wgsl/attention.wgsl")))
+        .file(include_str!("wgsl/softmax.wgsl"))
+        .with("THREADS", 128)
         .with("QUERIES", queries)
         .with("PER_HALF", queries.div_ceil(2))
-        .with("PAIRS", pairs)
         .with("VALUE_PARTS", value_parts)
         .with("PER_VALUE_PART", queries.div_ceil(value_parts))
-        .with_float("SCALE", 1.0 / (heads.dim as f32).sqrt())
-        .with_float("NOTHING", NOTHING)
 }
 
 /// The kernel that prepares heads, without biases and norms.
 pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
-    KernelSource::new(&[include_str!("wgsl/heads.wgsl")])
-        .with("HEADS", heads.count)
-        .with("KV_HEADS", heads.kv)
-        .with("DIM", heads.dim)
-        .with("TURNED", heads.turned)
-        .with("PAGE", PAGE)
-        .with_float("EPS", eps)
+    let kernel = heads.kernel(include_str!("wgsl/heads.wgsl"));
+    kernel.with_float("EPS", eps)
 }
 
 /// The kernel that finds the best of `vocab` logits in parts.

@@ -24,6 +24,21 @@ pub(crate) struct Linear {
     pub(crate) rounds: bool,
     /// True if rows of a gate and of what it multiplies take turns.
     pub(crate) interleaved: bool,
+    /// The experts whose rows stand one behind the other; 1 if it is no stack.
+    pub(crate) experts: usize,
+}
+
+/// What a [`Linear`] is for.
+#[derive(Clone, Copy)]
+pub(crate) struct Purpose {
+    /// Its name, for errors.
+    pub(crate) name: &'static str,
+    /// True if its parts are a gate and what it multiplies.
+    pub(crate) gated: bool,
+    /// The experts of which each part is a stack, or 1.
+    pub(crate) experts: usize,
+    /// To what inputs are rounded.
+    pub(crate) choice: ActivationChoice,
 }
 
 /// Rows of a weight that are of one form and fit a binding.
@@ -51,12 +66,16 @@ impl Linear {
     /// What no kernel reads, and errors of the device.
     pub(crate) fn new(
         gpu: &Gpu,
-        name: &'static str,
+        purpose: Purpose,
         parts: &[&Weight],
-        gated: bool,
-        choice: ActivationChoice,
         census: &mut Census,
     ) -> Result<Self> {
+        let Purpose {
+            name,
+            gated,
+            experts,
+            choice,
+        } = purpose;
         let forms: Vec<Form> = (parts.iter())
             .map(|w| Form::of(name, w))
             .collect::<Result<_>>()?;
@@ -80,25 +99,43 @@ impl Linear {
         let interleaved = gated && forms.len() == 2 && forms[0] == forms[1];
         let mut slices = Vec::new();
         let outputs = parts.iter().map(|w| w.dims().rows).sum();
+        if experts > 1 && gated && !interleaved {
+            return Err(Error::Unsupported {
+                engine: "nq over wgpu",
+                what: name,
+                expected: "gate and up of experts in one scheme, or --device cpu".into(),
+                found: parts
+                    .iter()
+                    .map(|w| w.scheme_name())
+                    .collect::<Vec<_>>()
+                    .join(" and "),
+            });
+        }
+        let expert_rows = outputs / experts;
         let width = match interleaved {
-            true => outputs / 2,
-            false => outputs,
+            true => expert_rows / 2,
+            false => expert_rows,
         };
         let mut first = 0;
         for origin in origins(parts, &forms, interleaved) {
             let largest = origin.form.row_bytes().into_iter().max().unwrap_or(0);
-            // Whole tiles of GEMM, and pairs of gates and what they multiply.
-            let most = gpu.most_bytes() / largest.max(1) / 64 * 64;
+            // Whole tiles of GEMM, and pairs of gates and what they multiply; or whole experts.
+            let step = if experts > 1 { expert_rows } else { 64 };
+            let most = gpu.most_bytes() / largest.max(1) / step * step;
             if most == 0 {
                 return Err(Error::Unsupported {
                     engine: "nq over wgpu",
                     what: name,
-                    expected: "64 rows in a binding of the adapter, or --device cpu".into(),
+                    expected: format!("{step} rows in a binding of the adapter, or --device cpu"),
                     found: format!("rows of {largest} bytes"),
                 });
             }
             for rows in origin.rows.chunks(most) {
-                let place = Place { first, width };
+                let place = Place {
+                    first,
+                    width,
+                    expert_rows: (experts > 1).then_some(expert_rows),
+                };
                 slices.push(Slice::new(gpu, name, origin.form, parts, rows, place)?);
                 first += rows.len();
             }
@@ -110,6 +147,7 @@ impl Linear {
             outputs,
             rounds: activations != Activations::F32,
             interleaved,
+            experts,
         })
     }
 
@@ -153,8 +191,10 @@ fn origins(parts: &[&Weight], forms: &[Form], interleaved: bool) -> Vec<Origin> 
 struct Place {
     /// The number of its first row among all of the product.
     first: usize,
-    /// Outputs of the product.
+    /// Outputs of the product, or of an expert.
     width: usize,
+    /// Rows of an expert, if it is one of a stack of them.
+    expert_rows: Option<usize>,
 }
 
 impl Slice {
@@ -168,6 +208,11 @@ impl Slice {
     ) -> Result<Self> {
         let [low, high, affine] = form.row_bytes();
         let buffer = |bytes: usize| gpu.buffer(name, bytes * rows.len());
+        // Slices of stacks are told apart by experts, not by rows.
+        let (first, expert0) = match place.expert_rows {
+            Some(each) => (0, place.first / each),
+            None => (place.first, 0),
+        };
         let slice = Slice {
             form,
             rows: rows.len(),
@@ -177,12 +222,12 @@ impl Slice {
             sizes: gpu.uniform(&[
                 rows.len() as u32,
                 form.units as u32,
-                place.first as u32,
+                first as u32,
                 place.width as u32,
                 form.groups() as u32,
                 form.shift,
-                0,
-                0,
+                expert0 as u32,
+                place.expert_rows.unwrap_or(0) as u32,
             ])?,
         };
         let together = (UPLOAD / low).max(1);

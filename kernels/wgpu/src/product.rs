@@ -6,7 +6,7 @@ use crate::linear::{Linear, Slice};
 use crate::pack::{Codes, Form, UNIT};
 use crate::source::KernelSource;
 use nq_formats::Bits;
-use nq_model::DType;
+use nq_model::{DType, Experts};
 use nq_runtime::Result;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,6 +26,15 @@ pub(crate) enum Outputs {
 /// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and
 /// their scales (or gains of their norm), and outputs.
 const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
+
+/// The same of products with experts, and behind it the routes of rows, or these in groups.
+pub(crate) const EXPERTS: [Binding; 9] =
+    [Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read];
+
+/// The same of those that choose experts: behind it scores, and routes.
+const CHOOSING: [Binding; 10] = [
+    Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read, Write,
+];
 
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
@@ -53,18 +62,18 @@ pub(crate) struct Operands<'a> {
     pub(crate) y: &'a Buffer,
 }
 
-fn bind(gpu: &Gpu, slice: &Slice, operands: Operands<'_>) -> Result<BindGroup> {
-    let buffers = [
-        &slice.codes,
-        &slice.high,
-        &slice.affine,
-        &slice.sizes,
-        operands.step,
-        operands.x,
-        operands.x_scales,
-        operands.y,
-    ];
-    gpu.bind(&BINDINGS, &buffers)
+impl<'a> Operands<'a> {
+    /// All buffers of a product with `slice`.
+    pub(crate) fn buffers(&self, slice: &'a Slice) -> [&'a Buffer; 8] {
+        let [codes, high, affine] = [&slice.codes, &slice.high, &slice.affine];
+        let Operands {
+            step,
+            x,
+            x_scales,
+            y,
+        } = *self;
+        [codes, high, affine, &slice.sizes, step, x, x_scales, y]
+    }
 }
 
 impl BoundProduct {
@@ -78,7 +87,10 @@ impl BoundProduct {
         operands: Operands<'_>,
         outputs: Outputs,
     ) -> Result<Self> {
-        let bound = |slice: &Slice| Ok((slice.form, slice.rows, bind(gpu, slice, operands)?));
+        let bound = |slice: &Slice| {
+            let bound = gpu.bind(&BINDINGS, &operands.buffers(slice))?;
+            Ok((slice.form, slice.rows, bound))
+        };
         Ok(BoundProduct {
             slices: linear.slices.iter().map(bound).collect::<Result<_>>()?,
             outputs,
@@ -110,11 +122,8 @@ impl BoundProduct {
                 }
             };
             let grid = match rows <= STEP_ROWS {
-                true => {
-                    let groups = outputs.div_ceil(4 * together(bucket(rows), self.rounds));
-                    Grid::new(groups.min(GRID), groups.div_ceil(GRID))
-                }
-                false => Grid::new(outputs.div_ceil(64), rows.div_ceil(64)),
+                true => step_grid(*outputs, bucket(rows), self.rounds),
+                false => Grid::new(tiles_of(*outputs), tiles_of(rows)),
             };
             pass.launch(&kernel, bound, grid);
         }
@@ -122,7 +131,7 @@ impl BoundProduct {
     }
 }
 
-/// The product of a step of one row, whose kernels normalize and round their inputs themselves.
+/// The product of a step of one row, whose kernels normalize their inputs themselves, and round them.
 pub(crate) struct RowProduct {
     slices: Vec<(Arc<Kernel>, BindGroup, Grid)>,
 }
@@ -138,6 +147,21 @@ pub(crate) struct RowOperands<'a> {
     pub(crate) norm: Option<(&'a Buffer, f32)>,
     /// `[outputs]`
     pub(crate) y: &'a Buffer,
+    /// Which experts each row is routed to, if the weight is a stack of them: there is a row of `x` for each row of the
+    /// pass then.
+    pub(crate) routes: Option<RoutedInputs<'a>>,
+}
+
+/// The experts of rows.
+#[derive(Clone, Copy)]
+pub(crate) struct RoutedInputs<'a> {
+    /// `[rows, per_row, 2]`: experts, and bits of their weights.
+    pub(crate) routes: &'a Buffer,
+    pub(crate) shape: &'a Experts,
+    /// `[rows, experts]`, from which the product chooses; `None` if that is done.
+    pub(crate) scores: Option<&'a Buffer>,
+    /// True if each expert has inputs of its own, and their outputs are summed.
+    pub(crate) summed: bool,
 }
 
 /// Invocations of a workgroup of a [`RowProduct`].
@@ -152,7 +176,8 @@ const ROW_UNROLLED: usize = 2;
 const ROW_GROUPS: usize = 528;
 
 impl RowProduct {
-    /// Binds `linear`; `None` if it does not round inputs, or has more than the adapter's workgroups can hold.
+    /// Binds `linear`; `None` if its kernels would be those of steps of several rows, or if inputs are rounded and more
+    /// than the adapter's workgroups can hold.
     ///
     /// # Errors
     /// [`Error::Device`](nq_runtime::Error::Device).
@@ -162,55 +187,122 @@ impl RowProduct {
         operands: RowOperands<'_>,
         outputs: Outputs,
     ) -> Result<Option<Self>> {
+        let RowOperands { norm, routes, .. } = operands;
+        // Experts whose outputs are summed have one row of inputs together.
+        let parts = routes.map_or(1, |r| if r.summed { r.shape.per_token } else { 1 });
+        let units = parts * linear.inputs / UNIT;
         // Bytes, scales and sums of units, and values that invocations exchange.
-        let held = linear.inputs + 8 * (linear.inputs / UNIT) + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
-        if !linear.rounds || held > gpu.limits.max_compute_workgroup_storage_size as usize {
+        let scores = routes.and_then(|r| Some((r.scores?, r.shape.count)));
+        let held = (UNIT + 8) * units + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
+        let held = held + 4 * scores.map_or(0, |(_, count)| count);
+        let fits = held <= gpu.limits.max_compute_workgroup_storage_size as usize;
+        if !linear.rounds && norm.is_none() && routes.is_none() || linear.rounds && !fits {
             return Ok(None);
         }
-        let lanes = gpu.lanes.unwrap_or(32);
+        let bound = Operands {
+            step: operands.step,
+            x: operands.x,
+            x_scales: norm.map_or(operands.x, |(gains, _)| gains),
+            y: operands.y,
+        };
         let mut slices = Vec::with_capacity(linear.slices.len());
         for slice in &linear.slices {
-            let mut source = source(&slice.form, true, outputs)
-                .file(include_str!("wgsl/gemv_row.wgsl"))
-                .with("UNITS", slice.form.units)
-                .with("LANES", lanes)
-                .with("PARTS", ROW_GROUP / lanes)
-                .with("TOGETHER", ROW_TOGETHER)
-                .with("UNROLLED", ROW_UNROLLED)
-                .with("TURNS", slice.form.units.div_ceil(lanes * ROW_UNROLLED))
-                .flag("SUBGROUPS", gpu.lanes.is_some())
-                .flag("NORM", operands.norm.is_some());
-            if let Some((_, eps)) = operands.norm {
-                source = source.with_float("EPS", eps);
-            }
-            let bound = Operands {
-                step: operands.step,
-                x: operands.x,
-                x_scales: operands.norm.map_or(operands.x, |(gains, _)| gains),
-                y: operands.y,
+            let rows = match routes {
+                None => slice.rows,
+                Some(r) if r.summed => linear.outputs / linear.experts,
+                Some(r) => linear.outputs / linear.experts * r.shape.per_token,
             };
-            let blocks = slice.rows.div_ceil(ROW_GROUP / lanes * ROW_TOGETHER);
-            // As many blocks for each workgroup, or one less.
-            let groups = blocks.div_ceil(blocks.div_ceil(ROW_GROUPS));
-            let kernel = gpu.kernel(&source, &BINDINGS)?;
-            slices.push((kernel, bind(gpu, slice, bound)?, Grid::new(groups, 1)));
+            let mut source = source(&slice.form, linear.rounds, outputs);
+            if scores.is_some() {
+                source = source.file(include_str!("wgsl/choose.wgsl"));
+            }
+            let (mut source, grid) = match linear.rounds {
+                true => row_kernel(source, gpu, rows, units),
+                false => {
+                    let grid = step_grid(rows, 1, false);
+                    (shaped(source, gpu, false, 1), grid)
+                }
+            };
+            let mut buffers = bound.buffers(slice).to_vec();
+            let mut bindings = &BINDINGS[..];
+            if let Some((_, eps)) = norm {
+                source = source.with_float("EPS", eps).flag("NORM", true);
+            }
+            if let Some(routed) = routes {
+                let Experts {
+                    count, normalized, ..
+                } = *routed.shape;
+                source = (source
+                    .with("ROUTES", routed.shape.per_token)
+                    .with("COUNT", count))
+                .with("THREADS", if linear.rounds { ROW_GROUP } else { 128 })
+                .flag("NORMALIZED", normalized)
+                .flag("EXPERTS", true)
+                .flag("CHOOSE", scores.is_some())
+                .flag(if routed.summed { "SUMMED" } else { "SPREAD" }, true);
+                bindings = if scores.is_some() {
+                    &CHOOSING
+                } else {
+                    &EXPERTS
+                };
+                buffers.extend(scores.map(|(scores, _)| scores));
+                buffers.push(routed.routes);
+            }
+            let kernel = gpu.kernel(&source, bindings)?;
+            slices.push((kernel, gpu.bind(bindings, &buffers)?, grid));
         }
         Ok(Some(RowProduct { slices }))
     }
 
-    /// Adds the product of the pass's one row to `pass`.
-    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>) {
+    /// Adds the product of each of `rows` rows to `pass`: of one, if it is not one with experts.
+    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
         for (kernel, bound, grid) in &self.slices {
-            pass.launch(kernel, bound, *grid);
+            pass.launch(kernel, bound, Grid { z: rows, ..*grid });
         }
     }
 }
+
+/// The kernel of `gemv_row.wgsl` for a weight of `rows` rows of `units` units, and its workgroups.
+fn row_kernel(source: KernelSource, gpu: &Gpu, rows: usize, units: usize) -> (KernelSource, Grid) {
+    let lanes = gpu.lanes.unwrap_or(32);
+    let source = source
+        .file(include_str!("wgsl/experts.wgsl"))
+        .file(include_str!("wgsl/gemv_row.wgsl"))
+        .with("UNITS", units)
+        .with("LANES", lanes)
+        .with("PARTS", ROW_GROUP / lanes)
+        .with("TOGETHER", ROW_TOGETHER)
+        .with("UNROLLED", ROW_UNROLLED)
+        .with("TURNS", units.div_ceil(lanes * ROW_UNROLLED))
+        .flag("SUBGROUPS", gpu.lanes.is_some());
+    let blocks = rows.div_ceil(ROW_GROUP / lanes * ROW_TOGETHER);
+    // As many blocks for each workgroup, or one less.
+    let groups = blocks.div_ceil(blocks.div_ceil(ROW_GROUPS));
+    (source, Grid::new(groups, 1))
+}
+
+/// Tiles of GEMM that have so many rows, of a weight or of a pass.
+pub(crate) fn tiles_of(rows: usize) -> usize {
+    rows.div_ceil(64)
+}
+
+/// The kernel of prompts with a slice of a stack of experts.
+pub(crate) fn prompt_kernel(slice: &Slice, rounds: bool, outputs: Outputs) -> KernelSource {
+    source(&slice.form, rounds, outputs).file(include_str!("wgsl/gemm.wgsl"))
+}
+
 /// The rows for which there is a kernel that serves a step of `rows`; 0 stands for more than a step has.
 fn bucket(rows: usize) -> usize {
     match rows {
         0..=STEP_ROWS => rows.next_power_of_two(),
         _ => 0,
     }
+}
+
+/// Workgroups of a step's product with so many outputs.
+fn step_grid(outputs: usize, bucket: usize, rounds: bool) -> Grid {
+    let groups = outputs.div_ceil(4 * together(bucket, rounds));
+    Grid::new(groups.min(GRID), groups.div_ceil(GRID))
 }
 
 /// Rows of a weight that an invocation sums together.
@@ -261,6 +353,7 @@ fn shaped(source: KernelSource, gpu: &Gpu, rounds: bool, rows: usize) -> KernelS
     match bucket(rows) {
         0 => source.file(include_str!("wgsl/gemm.wgsl")),
         bucket => source
+            .file(include_str!("wgsl/experts.wgsl"))
             .file(include_str!("wgsl/gemv.wgsl"))
             .with("ROWS", bucket)
             .with("TOGETHER", together(bucket, rounds))

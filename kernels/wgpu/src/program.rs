@@ -1,7 +1,9 @@
 //! What a pass launches: recorded once for a session, by the verbs of a layer, and replayed with the kernels that serve
 //! its number of rows.
 
+use crate::buffers::{Buffers, Kept};
 use crate::engine::WgpuModel;
+use crate::experts::{ExpertBuffers, ExpertsOp, MOST_EXPERTS, MOST_ROUTES, WEIGH, weigh};
 use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
 use crate::kernels::{
     ATTENTION, ATTENTION_ROW, COMBINE, DRAW, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU,
@@ -11,85 +13,19 @@ use crate::linear::Linear;
 use crate::product::{
     BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
 };
-use crate::sizes::{DRAW_PARTS, Sizes};
+use crate::recurrence::{DELTA, Recurrence, RecurrenceKernels, WIDEST, vectors};
+use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
+use nq_kernels::pages::KvType;
 use nq_model::forward::{
     Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs, Verbs,
 };
 use nq_model::{Dims, Mixer, ModelConfig};
+use nq_runtime::states::delta_shape;
 use nq_runtime::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
 use wgpu::{BindGroup, Buffer};
-
-/// The buffers of a session.
-pub(crate) struct Buffers {
-    /// Sizes of the pass, and of what goes through the head.
-    pub(crate) step: Buffer,
-    pub(crate) head_step: Buffer,
-    pub(crate) stream: Buffer,
-    normed: Buffer,
-    qkv: Buffer,
-    attended: Buffer,
-    gated: Buffer,
-    gate_up: Buffer,
-    rounded: Buffer,
-    rounded_scales: Buffer,
-    /// Positions and page tables, tiles of attention, wanted rows, cosines and sines.
-    pub(crate) batch: Buffer,
-    parts: Buffer,
-    /// `[head rows, hidden]`
-    pub(crate) head_in: Buffer,
-    /// `[head rows, vocab]`
-    pub(crate) logits: Buffer,
-    /// By layer.
-    pub(crate) keys: Vec<Buffer>,
-    pub(crate) values: Vec<Buffer>,
-    /// A page on its way from one place to another.
-    pub(crate) page: Buffer,
-    /// From which the host reads results.
-    pub(crate) results: Buffer,
-    /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
-    pub(crate) best: Buffer,
-    /// From which the host reads them.
-    pub(crate) drawn: Buffer,
-}
-
-impl Buffers {
-    /// Allocates them.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if memory is short.
-    pub(crate) fn new(gpu: &Gpu, sizes: &Sizes, layers: usize) -> Result<Self> {
-        let make = |what, bytes| gpu.buffer(what, bytes);
-        let layered = |what, bytes| {
-            let all = (0..layers).map(|_| gpu.buffer(what, bytes));
-            all.collect::<Result<Vec<Buffer>>>()
-        };
-        Ok(Buffers {
-            step: gpu.uniform(&[0; 8])?,
-            head_step: gpu.uniform(&[0; 8])?,
-            stream: make("the residual stream", sizes.stream)?,
-            normed: make("normalized rows", sizes.normed)?,
-            qkv: make("queries, keys and values", sizes.qkv)?,
-            attended: make("the output of attention", sizes.attended)?,
-            gated: make("the gated rows", sizes.gated)?,
-            gate_up: make("gates", sizes.gate_up)?,
-            rounded: make("rounded inputs", sizes.rounded)?,
-            rounded_scales: make("scales of rounded inputs", sizes.rounded_scales)?,
-            batch: make("page tables", sizes.batch)?,
-            parts: make("parts of attention", sizes.parts)?,
-            head_in: make("inputs of the head", sizes.head_in)?,
-            logits: make("logits", sizes.logits)?,
-            keys: layered("keys", sizes.keys)?,
-            values: layered("values", sizes.keys)?,
-            page: make("a page", sizes.page)?,
-            results: gpu.staging(sizes.logits.max(sizes.head_in))?,
-            best: make("drawn tokens", sizes.best)?,
-            drawn: gpu.staging(sizes.best)?,
-        })
-    }
-}
 
 /// A kernel over rows: a workgroup for each of them, or as many as `heads` says.
 struct RowsOp {
@@ -111,6 +47,8 @@ struct ProductOp {
     /// Bytes of its weight.
     bytes: usize,
     inputs: Option<RowsOp>,
+    /// False if another product of the same norm has prepared them in passes of several rows.
+    first: bool,
     product: BoundProduct,
     /// What serves passes of one row in place of both.
     row: Option<RowProduct>,
@@ -128,11 +66,11 @@ impl ProductOp {
     ) -> Result<()> {
         let kernel = match &self.row {
             Some(row) if alone => {
-                row.launch(pass);
+                row.launch(pass, 1);
                 "gemv_row"
             }
             _ => {
-                if let Some(inputs) = &self.inputs {
+                if let Some(inputs) = self.inputs.as_ref().filter(|_| self.first || alone) {
                     inputs.launch(pass, rows);
                     pass.ends(("inputs", "rows", Dims::new(1, self.shape.cols)), 0);
                 }
@@ -202,6 +140,9 @@ enum Op {
     Rows(&'static str, RowsOp),
     Product(ProductOp),
     Attention(AttentionOp),
+    Recurrence(BindGroup),
+    /// Experts, and what prepares their inputs in prompts.
+    Experts(Option<RowsOp>, Box<ExpertsOp>),
 }
 
 /// What the layers, and behind them the head, launch.
@@ -214,6 +155,7 @@ pub(crate) struct Program {
     /// Finds the best token of each row in parts of the vocabulary.
     draw: RowsOp,
     attention: AttentionKernels,
+    recurrence: Option<RecurrenceKernels>,
     pub(crate) heads: Heads,
     known: ProductKernels,
 }
@@ -222,6 +164,8 @@ pub(crate) struct Program {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Attended {
     pub(crate) rows: usize,
+    /// Sequences that they belong to.
+    pub(crate) sequences: usize,
     pub(crate) tiles: usize,
     pub(crate) splits: usize,
     /// True for a step in which every sequence has one row.
@@ -235,11 +179,11 @@ impl Program {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses a kernel.
-    pub(crate) fn new(model: &WgpuModel, buffers: &Buffers) -> Result<Self> {
+    pub(crate) fn new(model: &WgpuModel, buffers: &Buffers, kv: KvType) -> Result<Self> {
         let (gpu, c, b) = (&model.gpu, &model.config, buffers);
-        let heads = Heads::of(c);
+        let heads = Heads::of(c, kv);
         let tiles = |rows| gpu.kernel(&attention(heads, rows), &ATTENTION);
-        let combined = [&b.step, &b.batch, &b.attended, &b.parts];
+        let combined = [&b.step, &b.batch, &b.attended, &b.parts, &b.qkv];
         let attention = AttentionKernels {
             step: tiles(1)?,
             prompt: tiles(heads.tile())?,
@@ -249,11 +193,20 @@ impl Program {
                 heads: heads.count,
             },
         };
+        let recurrence = c.delta.map(|delta| Recurrence {
+            shape: delta_shape(c),
+            gate: delta.gate,
+            eps: c.rms_norm_eps,
+        });
+        let recurrence = recurrence.map(|r| RecurrenceKernels::new(gpu, r));
         let mut recorder = Recorder {
             gpu,
             config: c,
+            heads,
             buffers,
+            recurrence: recurrence.transpose()?,
             gains: None,
+            prepared: [false; 2],
             ops: Vec::new(),
         };
         let mut layers = Vec::with_capacity(model.layers.len());
@@ -268,7 +221,7 @@ impl Program {
         let mut head = recorder.product_op(
             &model.head,
             &b.head_step,
-            &b.head_in,
+            Input::Rows(&b.head_in),
             &b.logits,
             Outputs::Stored,
         )?;
@@ -278,6 +231,7 @@ impl Program {
             x: &b.stream,
             norm: Some((&gains, c.rms_norm_eps)),
             y: &b.logits,
+            routes: None,
         };
         head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored)?;
         Ok(Program {
@@ -286,6 +240,7 @@ impl Program {
             head,
             draw: recorder.rows(draw(c.vocab_size), DRAW_PARTS, &DRAW, &[&b.logits, &b.best])?,
             attention,
+            recurrence: recorder.recurrence,
             heads,
             known: ProductKernels::new(),
         })
@@ -318,6 +273,15 @@ impl Program {
                 }
                 Op::Product(op) => op.launch(gpu, pass, rows, rows == 1, &mut self.known)?,
                 Op::Attention(op) => self.attention.launch(op, pass, self.heads, attended),
+                Op::Experts(inputs, op) => {
+                    let inputs = inputs.iter().filter(|_| rows > STEP_ROWS);
+                    inputs.for_each(|inputs| inputs.launch(pass, rows));
+                    op.launch(pass, rows);
+                }
+                Op::Recurrence(bound) => {
+                    let recurrence = self.recurrence.iter();
+                    recurrence.for_each(|r| r.launch(bound, pass, rows, attended.sequences));
+                }
             }
         }
         Ok(())
@@ -353,13 +317,26 @@ impl Program {
     }
 }
 
+/// What a product multiplies.
+#[derive(Clone, Copy)]
+enum Input<'a> {
+    /// The stream, normalized.
+    Normed,
+    /// These rows.
+    Rows(&'a Buffer),
+}
+
 /// Records what the verbs of a layer launch.
 struct Recorder<'a> {
     gpu: &'a Gpu,
     config: &'a ModelConfig,
+    heads: Heads,
     buffers: &'a Buffers,
-    /// Gains of a block's norm, until it is known whether its product rounds inputs.
+    recurrence: Option<RecurrenceKernels>,
+    /// Gains of the block's norm.
     gains: Option<Buffer>,
+    /// Whether a product of the block has normalized rows prepared: as they are, and rounded.
+    prepared: [bool; 2],
     ops: Vec<Op>,
 }
 
@@ -382,17 +359,22 @@ impl Recorder<'_> {
         norm(self.config.hidden_size, self.config.rms_norm_eps)
     }
 
-    /// `x` times the weight, to `y`; behind the norm that makes `x`, if there is one, and its rounding, if the kernel
-    /// reads bytes.
+    /// `x` times the weight, to `y`; behind the norm of the stream or the rounding that its kernel reads.
     fn product_op(
         &mut self,
         linear: &Linear,
         step: &Buffer,
-        x: &Buffer,
+        input: Input<'_>,
         y: &Buffer,
         outputs: Outputs,
     ) -> Result<ProductOp> {
-        let (b, gains) = (self.buffers, self.gains.take());
+        let b = self.buffers;
+        let (x, gains) = match input {
+            Input::Normed => (&b.normed, self.gains.clone()),
+            Input::Rows(x) => (x, None),
+        };
+        let prepared = &mut self.prepared[usize::from(linear.rounds)];
+        let first = gains.is_none() || !std::mem::replace(prepared, true);
         let rounded = (&b.rounded, &b.rounded_scales);
         let inputs = match (&gains, linear.rounds) {
             (None, false) => None,
@@ -400,15 +382,7 @@ impl Recorder<'_> {
                 let buffers = [step, x, rounded.0, rounded.1];
                 Some(self.rows(round(linear.inputs), 1, &ROUND, &buffers)?)
             }
-            (Some(gains), false) => {
-                let buffers = [step, &b.batch, gains, &b.stream, x];
-                Some(self.rows(self.norm_source(), 1, &NORM, &buffers)?)
-            }
-            (Some(gains), true) => {
-                let source = self.norm_source().flag("ROUND", true);
-                let buffers = [step, &b.batch, gains, &b.stream, rounded.0, rounded.1];
-                Some(self.rows(source, 1, &NORM_ROUND, &buffers)?)
-            }
+            (Some(gains), rounds) => Some(self.norm_op(step, gains, rounds)?),
         };
         let operands = RowOperands {
             step,
@@ -417,6 +391,7 @@ impl Recorder<'_> {
                 .as_ref()
                 .map(|gains| (gains, self.config.rms_norm_eps)),
             y,
+            routes: None,
         };
         let row = RowProduct::new(self.gpu, linear, operands, outputs)?;
         let (x, x_scales) = match linear.rounds {
@@ -434,15 +409,34 @@ impl Recorder<'_> {
             shape: Dims::new(linear.outputs, linear.inputs),
             bytes: linear.bytes(),
             inputs,
+            first,
             product: BoundProduct::new(self.gpu, linear, operands, outputs)?,
             row,
         })
     }
 
+    /// What normalizes the stream with these gains, and rounds it if it `rounds`.
+    fn norm_op(&self, step: &Buffer, gains: &Buffer, rounds: bool) -> Result<RowsOp> {
+        let b = self.buffers;
+        let first = [step, &b.batch, gains, &b.stream];
+        let (bindings, to) = match rounds {
+            true => (&NORM_ROUND[..], &[&b.rounded, &b.rounded_scales][..]),
+            false => (&NORM[..], &[&b.normed][..]),
+        };
+        let source = self.norm_source().flag("ROUND", rounds);
+        self.rows(source, 1, bindings, &[&first[..], to].concat())
+    }
+
     /// Records the product of the layers' step.
-    fn product(&mut self, linear: &Linear, x: &Buffer, y: &Buffer, outputs: Outputs) -> Result<()> {
+    fn product(
+        &mut self,
+        linear: &Linear,
+        input: Input<'_>,
+        y: &Buffer,
+        outputs: Outputs,
+    ) -> Result<()> {
         let step = &self.buffers.step;
-        let op = self.product_op(linear, step, x, y, outputs)?;
+        let op = self.product_op(linear, step, input, y, outputs)?;
         self.ops.push(Op::Product(op));
         Ok(())
     }
@@ -451,8 +445,8 @@ impl Recorder<'_> {
         Err(Error::Unsupported {
             engine: "nq over wgpu",
             what,
-            expected: "attention and MLPs, or --device cpu".into(),
-            found: "another mixer".into(),
+            expected: "blocks that its kernels run, or --device cpu".into(),
+            found: "another block".into(),
         })
     }
 }
@@ -476,21 +470,26 @@ pub fn unserved(config: &ModelConfig) -> Option<Error> {
                 let found = "positions that an indexer chooses";
                 return refuse("attention", "all positions", found.into());
             }
-            Mixer::Attention(attention) if attention.gated => {
-                return refuse("attention", "heads without gates", "gated heads".into());
-            }
-            Mixer::Attention(_) | Mixer::Mlp(_) => (),
-            Mixer::Delta(_) => {
-                let found = "layers with recurrences (gated DeltaNet)";
-                return refuse("layers", "attention and MLPs", found.into());
-            }
-            Mixer::Experts(_) => {
-                return refuse("layers", "a dense model", "a mixture of experts".into());
-            }
+            Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Delta(_) | Mixer::Experts(_) => (),
             Mixer::Ngrams(_) => {
                 return refuse("layers", "attention and MLPs", "a table of n-grams".into());
             }
         }
+    }
+    let served = |width: usize| width.is_multiple_of(4) && (4..=WIDEST).contains(&width);
+    if let Some(d) = config.delta
+        && !(served(d.key_dim) && served(d.value_dim) && d.conv > 0)
+    {
+        let expected = "heads of up to 256 values, in multiples of 4";
+        let found = format!("keys of {} and values of {}", d.key_dim, d.value_dim);
+        return refuse("recurrences", expected, found);
+    }
+    if let Some(e) = config.experts
+        && !((2..=MOST_EXPERTS).contains(&e.count) && e.per_token <= MOST_ROUTES.min(e.count))
+    {
+        let expected = "2 to 1024 experts, of which a token takes up to 64";
+        let found = format!("{} of {}", e.per_token, e.count);
+        return refuse("experts", expected, found);
     }
     let dim = config.head_dim;
     if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
@@ -516,6 +515,7 @@ impl Verbs for Recorder<'_> {
 
     fn norm(&mut self, norm: &Vec<f32>) -> Result<()> {
         self.gains = Some(self.gpu.upload("gains of a norm", norm)?);
+        self.prepared = [false; 2];
         Ok(())
     }
 
@@ -532,19 +532,23 @@ impl Verbs for Recorder<'_> {
     ) -> Result<()> {
         let b = self.buffers;
         match to {
-            Projection::Mixer => self.product(&w.linear, &b.normed, &b.qkv, Outputs::Stored),
+            Projection::Mixer => self.product(&w.linear, Input::Normed, &b.qkv, Outputs::Stored),
             Projection::Gated if w.linear.interleaved => {
-                self.product(&w.linear, &b.normed, &b.gated, Outputs::Gated)
+                self.product(&w.linear, Input::Normed, &b.gated, Outputs::Gated)
             }
             Projection::Gated => {
-                self.product(&w.linear, &b.normed, &b.gate_up, Outputs::Stored)?;
+                self.product(&w.linear, Input::Normed, &b.gate_up, Outputs::Stored)?;
                 let source = silu(w.linear.outputs / 2);
                 let op = self.rows(source, 1, &SILU, &[&b.step, &b.gate_up, &b.gated])?;
                 self.ops.push(Op::Rows("silu", op));
                 Ok(())
             }
-            Projection::Rates | Projection::Scores | Projection::SharedScore => {
-                self.unserved(w.linear.name)
+            Projection::Rates => self.product(&w.linear, Input::Normed, &b.rates, Outputs::Stored),
+            Projection::Scores => {
+                self.product(&w.linear, Input::Normed, &b.scores, Outputs::Stored)
+            }
+            Projection::SharedScore => {
+                self.product(&w.linear, Input::Normed, &b.shared_scores, Outputs::Stored)
             }
         }
     }
@@ -556,6 +560,12 @@ impl Verbs for Recorder<'_> {
         _o: &Packed<Linear>,
     ) -> Result<()> {
         let b = self.buffers;
+        let Kept::Pages([keys, values, scales]) = &b.kept[layer] else {
+            unreachable!("a layer with attention has pages");
+        };
+        if heads.gated && !heads.biases.is_empty() {
+            return self.unserved("biases of heads with gates");
+        }
         let mut vectors = heads.biases.concat();
         let norms_at = vectors.len();
         heads
@@ -564,7 +574,7 @@ impl Verbs for Recorder<'_> {
             .flatten()
             .for_each(|norm| vectors.extend(norm));
         let vectors = self.gpu.upload("vectors of heads", &vectors)?;
-        let shape = Heads::of(self.config);
+        let shape = self.heads;
         let eps = self.config.rms_norm_eps;
         let prepares = |source: KernelSource| {
             source
@@ -572,16 +582,15 @@ impl Verbs for Recorder<'_> {
                 .flag("BIASES", norms_at > 0)
                 .flag("NORMS", heads.norms.is_some())
         };
-        let (keys, values) = (&b.keys[layer], &b.values[layer]);
         let source = prepares(prepare_heads(shape, eps));
-        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values];
+        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values, scales];
         let heads_op = self.rows(source, shape.count + 2 * shape.kv, &HEADS, &buffers)?;
         let [first, batch, attended, parts] = [&b.step, &b.batch, &b.attended, &b.parts];
-        let buffers = [first, batch, attended, parts, &b.qkv, keys, values];
+        let buffers = [first, batch, attended, parts, &b.qkv, keys, values, scales];
         let tiles = self.gpu.bind(&ATTENTION, &buffers)?;
         let source = prepares(attention_row(shape, eps));
         let buffers = [
-            first, batch, attended, parts, &b.qkv, &vectors, keys, values,
+            first, batch, attended, parts, &b.qkv, &vectors, keys, values, scales,
         ];
         self.ops.push(Op::Attention(AttentionOp {
             heads: heads_op,
@@ -596,19 +605,60 @@ impl Verbs for Recorder<'_> {
 
     fn recur(
         &mut self,
-        _layer: usize,
+        layer: usize,
         _norm: &Vec<f32>,
-        _delta: &Delta<Linear, Vec<f32>>,
+        delta: &Delta<Linear, Vec<f32>>,
     ) -> Result<()> {
-        self.unserved("a recurrence")
+        let (b, v) = (self.buffers, &delta.vectors);
+        let Kept::States(states) = &b.kept[layer] else {
+            unreachable!("a layer with a recurrence has states");
+        };
+        let parts = [&v.conv[..], &v.norm, &v.decay, &v.dt_bias];
+        let vectors = vectors(&delta_shape(self.config), parts);
+        let vectors = self.gpu.upload("vectors of a recurrence", &vectors)?;
+        let rows = [&b.qkv, &b.rates, states, &b.mixed, &b.attended];
+        let [qkvz, ba, states, mixed, out] = rows;
+        let buffers = [&b.step, &b.batch, &vectors, qkvz, ba, states, mixed, out];
+        let bound = self.gpu.bind(&DELTA, &buffers)?;
+        self.ops.push(Op::Recurrence(bound));
+        Ok(())
     }
 
-    fn mix(&mut self, _layer: usize, _norm: &Vec<f32>, _experts: &Experts<Linear>) -> Result<()> {
-        self.unserved("experts")
+    fn mix(&mut self, _layer: usize, _norm: &Vec<f32>, experts: &Experts<Linear>) -> Result<()> {
+        let (gpu, c, b) = (self.gpu, self.config, self.buffers);
+        let (Some(shape), Some(gains)) = (&c.experts, self.gains.clone()) else {
+            unreachable!("layers with experts have a shape for them, and a norm");
+        };
+        let buffers = ExpertBuffers {
+            step: &b.step,
+            scores: &b.scores,
+            routes: &b.routes,
+            groups: &b.groups,
+            stream: &b.stream,
+            normed: &b.normed,
+            rounded: &b.rounded,
+            rounded_scales: &b.rounded_scales,
+            gated: &b.experts_gated,
+            outputs: &b.experts_out,
+            rows: b.rows,
+        };
+        let stacks = [&experts.gate_up.linear, &experts.down.linear];
+        let rounds = stacks[0].rounds;
+        let inputs = match std::mem::replace(&mut self.prepared[usize::from(rounds)], true) {
+            true => None,
+            false => Some(self.norm_op(&b.step, &gains, rounds)?),
+        };
+        let op = ExpertsOp::new(gpu, shape, stacks, (&gains, c.rms_norm_eps), &buffers)?;
+        self.ops.push(Op::Experts(inputs, Box::new(op)));
+        Ok(())
     }
 
-    fn weigh(&mut self, _shared: &Shared<Linear>) -> Result<()> {
-        self.unserved("experts")
+    fn weigh(&mut self, shared: &Shared<Linear>) -> Result<()> {
+        let b = self.buffers;
+        let source = weigh(shared.mlp.down.linear.inputs);
+        let op = self.rows(source, 1, &WEIGH, &[&b.shared_scores, &b.gated])?;
+        self.ops.push(Op::Rows("weigh", op));
+        Ok(())
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
@@ -617,6 +667,6 @@ impl Verbs for Recorder<'_> {
             Operand::Attended => &b.attended,
             Operand::Gated => &b.gated,
         };
-        self.product(&w.linear, x, &b.stream, Outputs::Added)
+        self.product(&w.linear, Input::Rows(x), &b.stream, Outputs::Added)
     }
 }

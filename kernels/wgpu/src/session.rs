@@ -1,30 +1,33 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
 use crate::ahead::Seats;
+use crate::buffers::Buffers;
 use crate::engine::WgpuModel;
 use crate::gpu::LaunchPass;
 use crate::product::STEP_ROWS;
-use crate::program::{Attended, Buffers, Program};
-use crate::sizes::{DRAW_PARTS, SPLITS, Sizes};
+use crate::program::{Attended, Program};
+use crate::rows::{Batch, Mark, RowsLayout, Span, StepShape, passes};
+use crate::sizes::{DRAW_PARTS, Sizes};
 use crate::timer::Timer;
-use nq_kernels::pages::PAGE;
-use nq_runtime::checks::{all_finite, check_bytes, check_chunks};
+use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::interface::{
     Chunk, Logits, Observer, Pages, PlacedImage, Session, SessionSpec, StepsAhead,
 };
-use nq_runtime::kv::{PageCopy, PageTables};
+use nq_runtime::kv::PageTables;
+use nq_runtime::states::Snapshots;
 use nq_runtime::{Error, Result};
-use std::ops::Range;
 use std::sync::Arc;
 use wgpu::CommandBuffer;
 
 /// Sequences in progress over a [`WgpuModel`].
 pub(crate) struct WgpuSession {
-    model: Arc<WgpuModel>,
-    spec: SessionSpec,
-    sizes: Sizes,
-    tables: PageTables,
-    buffers: Buffers,
+    pub(crate) model: Arc<WgpuModel>,
+    pub(crate) spec: SessionSpec,
+    pub(crate) sizes: Sizes,
+    pub(crate) tables: PageTables,
+    pub(crate) snapshots: Snapshots,
+    pub(crate) stateless: Vec<bool>, // [slots]: pages were appended, whose states are missing
+    pub(crate) buffers: Buffers,
     program: Program,
     batch: Batch,
     /// Commands of the step that follows the last one, if nothing else does.
@@ -38,39 +41,10 @@ pub(crate) struct WgpuSession {
 /// next.
 const SUBMITTED: usize = 6;
 
-/// Pages whose keys a workgroup reads in about as long as a launch takes that joins parts.
-const UNSPLIT: usize = 3;
-
-/// What the commands of a step depend on, in which every sequence has one row that wants logits: they are written while
-/// the step before it runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct StepShape {
-    rows: usize,
-    /// Parts in which keys are read.
-    splits: usize,
-    /// True if the device draws tokens, instead of copying logits to the host.
-    draws: bool,
-}
-
 /// A step whose tokens the device draws.
 struct Drawing {
     rows: usize,
     timer: Option<Timer>,
-}
-
-/// Consecutive rows of a chunk in a pass.
-struct Span {
-    chunk: usize,
-    /// Of the chunk's tokens.
-    tokens: Range<usize>,
-}
-
-/// What the host writes for a pass.
-#[derive(Default)]
-struct Batch {
-    words: Vec<u32>,
-    stream: Vec<f32>,
-    turns: Vec<(f32, f32)>,
 }
 
 /// What is made of the rows that want logits.
@@ -87,11 +61,13 @@ impl WgpuSession {
     /// [`Error::Device`] if memory is short.
     pub(crate) fn new(model: Arc<WgpuModel>, spec: SessionSpec) -> Result<Self> {
         let sizes = Sizes::new(&model, &spec);
-        let buffers = Buffers::new(&model.gpu, &sizes, model.config.num_hidden_layers)?;
-        let program = Program::new(&model, &buffers)?;
+        let buffers = Buffers::new(&model.gpu, &sizes, &model.config)?;
+        let program = Program::new(&model, &buffers, spec.kv)?;
         model.gpu.finish()?;
         Ok(WgpuSession {
             tables: PageTables::new(&spec),
+            snapshots: Snapshots::new(spec.slots, spec.snapshot_count(), spec.slots),
+            stateless: vec![false; spec.slots],
             batch: Batch::default(),
             prepared: None,
             drawing: None,
@@ -107,51 +83,45 @@ impl WgpuSession {
 
     /// Runs chunks: `logits` gets what is wanted. The sequences' lengths stay the old ones.
     fn run(&mut self, chunks: &[Chunk<'_>], wanted: Wanted) -> Result<()> {
-        self.reserve(chunks)?;
+        let marks = self.reserve(chunks)?;
         self.logits.clear();
-        for spans in passes(chunks, self.sizes.rows) {
-            self.pass(chunks, &spans, wanted)?;
-        }
-        Ok(())
-    }
-
-    /// Makes room for the rows of chunks.
-    fn reserve(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
-        let vocab = self.vocab();
-        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
-        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
-        let copies = self.tables.reserve(growth)?;
-        self.copy_pages(&copies);
-        Ok(())
-    }
-
-    fn copy_pages(&self, copies: &[PageCopy]) {
-        if copies.is_empty() {
-            return;
-        }
-        let gpu = &self.model.gpu;
-        let mut encoder = gpu.encoder();
-        let (b, page) = (&self.buffers, self.sizes.page as u64);
-        for copy in copies {
-            let [from, to] = [copy.from, copy.to].map(|at| u64::from(at) * page);
-            // Whole pages: what is behind the rows in common is written before it is read.
-            for buffer in b.keys.iter().chain(&b.values) {
-                encoder.copy_buffer_to_buffer(buffer, from, &b.page, 0, page);
-                encoder.copy_buffer_to_buffer(&b.page, 0, buffer, to, page);
+        for spans in passes(chunks, &marks, self.sizes.rows) {
+            let computed = self.pass(chunks, &spans, wanted);
+            computed.inspect_err(|_| self.lose(chunks))?;
+            for span in &spans {
+                let slot = chunks[span.chunk].slot;
+                let ends = |mark: &Mark| mark.rows == span.tokens.end;
+                if let Some(mark) = marks[span.chunk].filter(ends) {
+                    self.copy_states(slot, mark.place);
+                }
             }
         }
-        gpu.submit(encoder);
+        Ok(())
+    }
+
+    /// Makes room for the rows of chunks. Returns where the states of each are to be kept.
+    fn reserve(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Option<Mark>>> {
+        let vocab = self.vocab();
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        check_states(chunks, &self.stateless)?;
+        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
+        let copies = self.tables.reserve(growth)?;
+        let moves = copies.iter().map(|c| (c.from as usize, c.to as usize));
+        // Whole pages: what is behind the rows in common is written before it is read.
+        let moves: Vec<_> = moves.collect();
+        self.copy_parts(&self.buffers.pages(&self.sizes), &moves);
+        let due = chunks.iter().map(|c| {
+            let (position, rows) = (self.tables.len(c.slot), c.tokens.len());
+            let due = self.snapshots.due(c.slot, position, rows, 1);
+            due.map(|(rows, place)| Mark { rows, place })
+        });
+        Ok(due.collect())
     }
 
     /// Writes what `spans` feed to the device.
     fn write(&mut self, chunks: &[Chunk<'_>], spans: &[Span]) -> Result<RowsLayout> {
-        let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
-        let tile = match rows <= STEP_ROWS {
-            true => 1,
-            false => self.program.heads.tile(),
-        };
-        let (model, b) = (&self.model, &self.buffers);
-        let layout = (self.batch).fill(model, chunks, spans, &self.tables, tile)?;
+        let (model, b, heads) = (&self.model, &self.buffers, &self.program.heads);
+        let layout = (self.batch).fill(model, chunks, spans, &self.tables, heads)?;
         let gpu = &model.gpu;
         gpu.write(&b.batch, 0, bytemuck::cast_slice(&self.batch.words));
         gpu.write(&b.stream, 0, bytemuck::cast_slice(&self.batch.stream));
@@ -272,6 +242,7 @@ impl WgpuSession {
             let attended = Attended {
                 rows,
                 tiles: rows,
+                sequences: rows,
                 splits: shape.splits,
                 alone: true,
                 bytes,
@@ -299,8 +270,9 @@ impl WgpuSession {
     /// # Errors
     /// As [`Session::forward`].
     pub(crate) fn queue_step(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
-        self.reserve(chunks)?;
-        for spans in passes(chunks, self.sizes.rows) {
+        let marks = self.reserve(chunks)?;
+        // States are kept behind the one row of a chunk, if at all.
+        for spans in passes(chunks, &[], self.sizes.rows) {
             let layout = self.write(chunks, &spans)?;
             let shape = layout.shape(true);
             let shape = shape.expect("sequences of a step have one row, whose token is drawn");
@@ -308,6 +280,11 @@ impl WgpuSession {
                 rows: shape.rows,
                 timer: self.submit_step(shape, &layout)?,
             });
+        }
+        for (chunk, mark) in chunks.iter().zip(marks) {
+            if let Some(mark) = mark {
+                self.copy_states(chunk.slot, mark.place);
+            }
         }
         self.advance(chunks);
         Ok(())
@@ -365,153 +342,6 @@ pub(crate) fn best_token(parts: &[f32]) -> Result<u32> {
     Ok(best.1)
 }
 
-/// The rows of chunks, in passes of up to `most`.
-fn passes(chunks: &[Chunk<'_>], most: usize) -> Vec<Vec<Span>> {
-    let (mut all, mut spans, mut room) = (Vec::new(), Vec::new(), most);
-    for (chunk, Chunk { tokens, .. }) in chunks.iter().enumerate() {
-        let mut at = 0;
-        while at < tokens.len() {
-            let end = tokens.len().min(at + room);
-            spans.push(Span {
-                chunk,
-                tokens: at..end,
-            });
-            room -= end - at;
-            at = end;
-            if room == 0 {
-                all.push(std::mem::take(&mut spans));
-                room = most;
-            }
-        }
-    }
-    if !spans.is_empty() {
-        all.push(spans);
-    }
-    all
-}
-
-/// Where things are in [`Batch::words`], and what a pass computes.
-struct RowsLayout {
-    /// `Step` of the kernels.
-    step: [u32; 8],
-    attended: Attended,
-    wanted_at: usize,
-    wanted: usize,
-    /// Parts in which the next step reads keys.
-    next_splits: usize,
-}
-
-impl RowsLayout {
-    /// The shape of the step, if it is one.
-    fn shape(&self, draws: bool) -> Option<StepShape> {
-        let a = self.attended;
-        let is_step = a.alone && a.rows <= STEP_ROWS && self.wanted == a.rows;
-        is_step.then_some(StepShape {
-            rows: a.rows,
-            splits: a.splits,
-            draws,
-        })
-    }
-}
-
-/// Parts in which keys in up to `pages` pages are read by passes of `rows` rows, and the pages of each.
-fn parts(pages: usize, rows: usize) -> (usize, usize) {
-    let parts = match rows <= STEP_ROWS && pages > UNSPLIT {
-        true => pages.min(SPLITS),
-        false => 1,
-    };
-    let each = pages.div_ceil(parts);
-    // Fewer, if the pages of each are rounded up.
-    (pages.div_ceil(each), each)
-}
-
-impl Batch {
-    /// Fills in the rows of `spans`: positions and page tables, tiles of up to `tile` rows, wanted rows.
-    fn fill(
-        &mut self,
-        model: &WgpuModel,
-        chunks: &[Chunk<'_>],
-        spans: &[Span],
-        tables: &PageTables,
-        tile: usize,
-    ) -> Result<RowsLayout> {
-        let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
-        let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
-        self.words.clear();
-        self.stream.resize(rows * h, 0.0);
-        self.turns.resize(half, (0.0, 0.0));
-        let (mut tiles, mut wanted, mut pages) = (Vec::new(), Vec::new(), Vec::new());
-        let mut turns: Vec<u32> = Vec::with_capacity(2 * rows * half);
-        let (mut row, mut most_pages, mut next_pages, mut seen) = (0, 1, 1, 0);
-        for span in spans {
-            let chunk = &chunks[span.chunk];
-            let table = pages.len();
-            let position = tables.len(chunk.slot) + span.tokens.start;
-            let end = position + span.tokens.len();
-            let used = end.div_ceil(PAGE);
-            most_pages = most_pages.max(used);
-            next_pages = next_pages.max((end + 1).div_ceil(PAGE));
-            seen += end;
-            pages.extend_from_slice(&tables.all()[chunk.slot][..used]);
-            for first in (0..span.tokens.len()).step_by(tile) {
-                let count = tile.min(span.tokens.len() - first);
-                tiles.extend([row + first, count, position + first, table].map(|n| n as u32));
-            }
-            let asked = chunk.logits.rows(chunk.tokens.len());
-            for token in span.tokens.clone() {
-                let at = row + token - span.tokens.start;
-                let position = tables.len(chunk.slot) + token;
-                self.words.extend([position as u32, table as u32]);
-                model.rotary.row(position, &mut self.turns);
-                let values = self.turns.iter().flat_map(|&(cos, sin)| [cos, sin]);
-                turns.extend(values.map(f32::to_bits));
-                let x = &mut self.stream[at * h..(at + 1) * h];
-                model
-                    .embedding
-                    .dequantize_row(chunk.tokens[token] as usize, x)?;
-                if asked.contains(&token) {
-                    wanted.push(at as u32);
-                }
-            }
-            row += span.tokens.len();
-        }
-        let (splits, split_pages) = parts(most_pages, rows);
-        let attended = Attended {
-            rows,
-            tiles: tiles.len() / 4,
-            splits,
-            alone: spans.iter().all(|s| s.tokens.len() == 1),
-            // Keys and values of two bytes.
-            bytes: 4 * seen * model.config.kv_dim(),
-        };
-        let tiles_at = self.words.len();
-        self.words.extend(tiles);
-        let wanted_at = self.words.len();
-        self.words.extend(&wanted);
-        let tables_at = self.words.len();
-        self.words.extend(pages);
-        let turns_at = self.words.len();
-        self.words.extend(turns);
-        let step = [
-            rows,
-            attended.tiles,
-            attended.splits,
-            split_pages,
-            tiles_at,
-            wanted_at,
-            tables_at,
-            turns_at,
-        ];
-        Ok(RowsLayout {
-            step: step.map(|n| n as u32),
-            attended,
-            wanted_at,
-            wanted: wanted.len(),
-            next_splits: parts(next_pages, rows).0,
-        })
-    }
-}
-
 impl Session for WgpuSession {
     fn spec(&self) -> SessionSpec {
         self.spec
@@ -522,13 +352,56 @@ impl Session for WgpuSession {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        let mut len = len;
+        if !self.ends_whole(slot, len) {
+            len = self.resume(slot, slot, len);
+            self.stateless[slot] = false;
+        }
+        self.snapshots.cut(slot, len);
         self.tables.truncate(slot, len);
         self.tables.len(slot)
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
-        Ok(len)
+        if !self.recurrent() {
+            return Ok(len);
+        }
+        self.snapshots.cut(to, 0);
+        self.stateless[to] = false;
+        let reached = if self.ends_whole(from, len) {
+            self.copy_states(from, to);
+            // The sequences part here: others may, too.
+            if let Some(place) = self.snapshots.take(from, len) {
+                self.copy_states(from, place);
+            }
+            len
+        } else {
+            self.resume(from, to, len)
+        };
+        self.snapshots.share(from, to, reached);
+        self.tables.truncate(to, reached);
+        Ok(reached)
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        match self.ends_whole(slot, len) {
+            true => len.min(self.tables.len(slot)),
+            false => self.snapshots.reach(slot, len),
+        }
+    }
+
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        if self.recurrent() {
+            self.snapshots.want(slot, len);
+        }
+    }
+
+    fn snapshots(&self) -> (usize, usize) {
+        match self.recurrent() {
+            true => self.snapshots.count(),
+            false => (0, 0),
+        }
     }
 
     fn show(&mut self, _slot: usize, images: &[PlacedImage]) -> Result<()> {
@@ -566,6 +439,7 @@ impl Session for WgpuSession {
         }
         self.run(chunks, Wanted::Logits)?;
         if !all_finite(&self.logits) {
+            self.lose(chunks);
             return Err(Error::LogitsNotFinite);
         }
         self.advance(chunks);
@@ -578,6 +452,7 @@ impl Session for WgpuSession {
     fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         self.run(chunks, Wanted::Hidden)?;
         if !all_finite(&self.logits) {
+            self.lose(chunks);
             return Err(Error::NotFinite {
                 what: "the final norm behind the output",
                 layer: self.model.layers.len() - 1,
@@ -586,42 +461,5 @@ impl Session for WgpuSession {
         out.append(&mut self.logits);
         self.advance(chunks);
         Ok(())
-    }
-}
-
-impl Pages for WgpuSession {
-    fn free(&self) -> usize {
-        self.tables.free_pages()
-    }
-
-    fn page_bytes(&self) -> usize {
-        2 * self.model.config.num_hidden_layers * self.sizes.page
-    }
-
-    fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
-        let page = u64::from(self.tables.whole_page(slot, index)?);
-        let (gpu, b, bytes) = (&self.model.gpu, &self.buffers, self.sizes.page);
-        let mut values: Vec<f32> = Vec::new();
-        for buffer in b.keys.iter().zip(&b.values).flat_map(|(k, v)| [k, v]) {
-            let staging = gpu.staging(bytes)?;
-            let mut encoder = gpu.encoder();
-            encoder.copy_buffer_to_buffer(buffer, page * bytes as u64, &staging, 0, bytes as u64);
-            gpu.submit(encoder);
-            values.clear();
-            gpu.read(&staging, bytes, &mut values)?;
-            out.extend_from_slice(bytemuck::cast_slice(&values));
-        }
-        Ok(())
-    }
-
-    fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        check_bytes("a page of keys and values", page, self.page_bytes())?;
-        let at = self.tables.append_page(slot, self.spec.ctx)? as usize;
-        let (b, bytes) = (&self.buffers, self.sizes.page);
-        let buffers = b.keys.iter().zip(&b.values).flat_map(|(k, v)| [k, v]);
-        for (buffer, part) in buffers.zip(page.chunks_exact(bytes)) {
-            self.model.gpu.write(buffer, at * bytes, part);
-        }
-        self.model.gpu.finish()
     }
 }

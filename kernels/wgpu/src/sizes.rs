@@ -1,16 +1,25 @@
 //! The memory of a session, in bytes of each of its buffers: what is planned is what is allocated.
 
 use crate::engine::WgpuModel;
+use crate::experts::group_words;
+use crate::kernels::Heads;
 use crate::product::STEP_ROWS;
+use crate::recurrence::state_len;
+use nq_kernels::DeltaShape;
 use nq_kernels::pages::{KvType, PAGE};
-use nq_model::ModelConfig;
+use nq_model::{Experts, ModelConfig};
 use nq_runtime::interface::SessionSpec;
+use nq_runtime::states::{is_recurrent, shape_of};
 
 /// Rows that go through the layers together: longer inputs are cut.
 const PASS_ROWS: usize = 512;
 
 /// Rows that go through the head together.
 const HEAD_ROWS: usize = 64;
+
+/// Words of a row in a pass's `batch`: its position, where its page table is, the first row of its sequence in the pass,
+/// and the place of the sequence's state.
+pub(crate) const ROW_WORDS: usize = 4;
 
 /// Most parts in which a row's keys are read.
 pub(crate) const SPLITS: usize = 32;
@@ -31,6 +40,17 @@ pub(crate) struct Sizes {
     pub(crate) attended: usize,
     pub(crate) gated: usize,
     pub(crate) gate_up: usize,
+    /// Rates of recurrences, and what their convolutions give.
+    pub(crate) rates: usize,
+    pub(crate) mixed: usize,
+    /// Scores of experts and of the shared one, which are chosen, and these in groups.
+    pub(crate) scores: usize,
+    pub(crate) shared_scores: usize,
+    pub(crate) routes: usize,
+    pub(crate) groups: usize,
+    /// What the experts of rows gate, and what they give.
+    pub(crate) experts_gated: usize,
+    pub(crate) experts_out: usize,
     pub(crate) rounded: usize,
     pub(crate) rounded_scales: usize,
     pub(crate) batch: usize,
@@ -41,15 +61,28 @@ pub(crate) struct Sizes {
     pub(crate) best: usize,
     /// Norms' gains, and vectors of heads.
     pub(crate) vectors: usize,
-    /// Keys of a layer, and as much for its values.
-    pub(crate) keys: usize,
-    /// Keys of a layer in a page.
-    pub(crate) page: usize,
+    /// Pages.
+    pages: usize,
+    /// Bytes of a page in a layer: keys, values, and their scales.
+    pub(crate) page: [usize; 3],
+    /// Layers with keys and values, and with states.
+    attention_layers: usize,
+    recurrent_layers: usize,
+    /// The states of a layer, of sequences and snapshots, and one of them.
+    pub(crate) states: usize,
+    pub(crate) state: usize,
+    /// A page or a state on its way from one place to another.
+    pub(crate) moved: usize,
 }
 
-/// Bytes of a page's keys in one layer.
-pub(crate) fn page_keys(c: &ModelConfig) -> usize {
-    PAGE * c.num_key_value_heads * KvType::F16.bytes(c.head_dim)
+/// Bytes of a layer's page: of its keys, of its values, and of scales of both.
+pub(crate) fn page_parts(c: &ModelConfig, kv: KvType) -> [usize; 3] {
+    let vectors = PAGE * c.num_key_value_heads;
+    match kv {
+        KvType::Int8 => [vectors * c.head_dim, vectors * c.head_dim, 8 * vectors],
+        // Others than f16 are refused.
+        KvType::F16 | KvType::F32 => [2 * vectors * c.head_dim, 2 * vectors * c.head_dim, 0],
+    }
 }
 
 impl Sizes {
@@ -59,37 +92,78 @@ impl Sizes {
         let rows = spec.max_rows.clamp(1, PASS_ROWS);
         let head_rows = rows.min(HEAD_ROWS);
         let floats = |n: usize| 4 * rows * n;
-        let (heads, mlp) = (c.num_attention_heads, c.intermediate_size);
+        let heads = c.num_attention_heads;
+        let mlp = c.experts.map_or(c.intermediate_size, |e| e.shared);
+        let routed = |values: fn(&Experts) -> usize| c.experts.as_ref().map_or(0, values);
         let (apart, rounded) = (model.has_gates_apart(), model.rounded_inputs());
         let step = rows.min(STEP_ROWS);
         let tables = spec.slots.min(rows) * spec.ctx.div_ceil(PAGE);
         let parts = step * heads * SPLITS;
-        let page = page_keys(c);
+        let page = page_parts(c, spec.kv);
+        let delta = shape_of(c);
+        let of_delta = |values: fn(&DeltaShape) -> usize| delta.as_ref().map_or(0, values);
+        let state = 4 * of_delta(state_len);
+        let recurrent_layers = c.layers().filter(|l| is_recurrent(l)).count();
         Sizes {
             rows,
             head_rows,
             stream: floats(c.hidden_size),
             normed: floats(c.hidden_size),
-            qkv: floats(c.q_dim() + 2 * c.kv_dim()),
-            attended: floats(c.q_dim()),
+            qkv: floats(
+                Heads::of(c, spec.kv)
+                    .row()
+                    .max(of_delta(DeltaShape::stride)),
+            ),
+            attended: floats(c.q_dim().max(of_delta(DeltaShape::values))),
             gated: floats(mlp),
             gate_up: if apart { floats(2 * mlp) } else { 0 },
+            rates: floats(of_delta(|d| 2 * d.value_heads)),
+            mixed: floats(of_delta(DeltaShape::channels)),
+            scores: floats(routed(|e| e.count)),
+            shared_scores: floats(routed(|e| e.shared.min(1))),
+            routes: 2 * floats(routed(|e| e.per_token)),
+            groups: 4 * c.experts.map_or(0, |e| group_words(&e, rows)),
+            experts_gated: floats(routed(|e| e.per_token * e.width)),
+            experts_out: match rows > STEP_ROWS {
+                true => floats(routed(|e| e.per_token) * c.hidden_size),
+                false => 0,
+            },
             rounded: rows * rounded,
             rounded_scales: 8 * rows * rounded / crate::pack::UNIT,
-            batch: 4 * (rows * (7 + c.rotary_dims()) + tables),
+            batch: 4 * (rows * (ROW_WORDS + 7 + c.rotary_dims()) + tables),
             parts: 4 * parts * (c.head_dim + 2),
             head_in: 4 * head_rows * c.hidden_size,
             logits: 4 * head_rows * c.vocab_size,
             best: 8 * step * DRAW_PARTS,
             vectors: 4 * model.vector_values(),
-            keys: spec.page_count() * page,
+            pages: spec.page_count(),
             page,
+            attention_layers: c.num_hidden_layers - recurrent_layers,
+            recurrent_layers,
+            states: (spec.slots + spec.snapshot_count()) * state,
+            state,
+            moved: page[0].max(state),
         }
     }
 
-    /// Keys and values of all layers.
-    pub(crate) fn kv(&self, c: &ModelConfig) -> usize {
-        2 * c.num_hidden_layers * self.keys
+    /// Keys, values or scales of a layer, in order.
+    pub(crate) fn kept(&self) -> [usize; 3] {
+        self.page.map(|bytes| self.pages * bytes)
+    }
+
+    /// Keys, values and states of all layers.
+    pub(crate) fn kv(&self) -> usize {
+        self.pages * self.all_of_page() + self.recurrent_layers * self.states
+    }
+
+    /// Keys and values of all layers in a page.
+    pub(crate) fn all_of_page(&self) -> usize {
+        self.attention_layers * self.page.iter().sum::<usize>()
+    }
+
+    /// The states of a sequence in all layers.
+    pub(crate) fn all_states(&self) -> usize {
+        self.recurrent_layers * self.state
     }
 
     /// Everything else: results are copied to a buffer of their own, from which the host reads them.
@@ -102,14 +176,22 @@ impl Sizes {
             self.gated,
         ];
         let mlp = [self.gate_up, self.rounded, self.rounded_scales];
-        let attention = [self.batch, self.parts, self.page];
+        let mixers = [self.rates, self.mixed, self.scores, self.shared_scores];
+        let experts = [
+            self.routes,
+            self.groups,
+            self.experts_gated,
+            self.experts_out,
+        ];
+        let attention = [self.batch, self.parts, self.moved];
         let head = [
             self.head_in,
             2 * self.logits.max(self.head_in),
             2 * self.best,
             self.vectors,
         ];
-        let all = rows.iter().chain(&mlp).chain(&attention).chain(&head);
+        let all = (rows.iter().chain(&mlp).chain(&mixers)).chain(&experts);
+        let all = all.chain(&attention).chain(&head);
         all.sum()
     }
 }

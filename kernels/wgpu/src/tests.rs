@@ -3,11 +3,13 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod attention;
+mod experts;
 mod products;
+mod recurrence;
 
 use crate::gpu::{Binding, Gpu, Grid, LaunchPass};
 use crate::kernels::{DRAW, NORM, NORM_ROUND, draw, norm};
-use crate::linear::Linear;
+use crate::linear::{Linear, Purpose};
 use crate::session::best_token;
 use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
@@ -177,9 +179,13 @@ fn what_fails_is_named() {
     assert!(absent.contains("wgpu:999"), "{absent}");
     let trellis = "trellis4 octagon".parse().unwrap();
     let weight = nq_testkit::weights::trellis(trellis, nq_model::Dims::new(128, 128), 1, 2);
-    let mut census = Census::default();
-    let choice = ActivationChoice::Auto;
-    let refused = Linear::new(&gpu, "down", &[&weight], false, choice, &mut census);
+    let purpose = Purpose {
+        name: "down",
+        gated: false,
+        experts: 1,
+        choice: ActivationChoice::Auto,
+    };
+    let refused = Linear::new(&gpu, purpose, &[&weight], &mut Census::default());
     let refused = refused.err().unwrap().to_string();
     assert!(
         refused.contains("down") && refused.contains("trellis"),

@@ -23,3 +23,5 @@ mod shards;
 mod speculation;
 mod vision;
 mod wgpu;
+mod wgpu_hybrids;
+mod wgpu_mixtures;

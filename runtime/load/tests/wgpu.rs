@@ -2,7 +2,7 @@
 //! driver (lavapipe). Without any they are skipped, in print.
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use crate::common::{Store, hybrid, options, small_mixture};
+use crate::common::{Store, options, small_mixture};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::{DType, ModelConfig, find};
@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 /// Options for the first adapter; `None`, said in print, where there is none.
-fn on_adapter() -> Option<LoadOptions> {
+pub(crate) fn on_adapter() -> Option<LoadOptions> {
     if nq_load::wgpu::adapters().is_empty() {
         println!("skipped: no adapter for Vulkan, Metal or Direct3D 12");
         return None;
@@ -28,7 +28,7 @@ fn on_adapter() -> Option<LoadOptions> {
 }
 
 /// KL divergence of `found` from `expected`, rows of logits, in nats.
-fn divergence(expected: &[f32], found: &[f32]) -> f64 {
+pub(crate) fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let shifted = |v: &f32| f64::from(*v) - f64::from(most);
@@ -40,7 +40,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// The logits after each of `tokens`, fed in pieces.
-fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f32>> {
+pub(crate) fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f32>> {
     let mut all = Vec::new();
     for tokens in tokens.chunks(piece) {
         let found = session
@@ -51,7 +51,11 @@ fn logits(session: &mut dyn Session, tokens: &[u32], piece: usize) -> Vec<Vec<f3
     all
 }
 
-fn engines(config: &ModelConfig, store: &Store, on: &LoadOptions) -> [Arc<dyn Engine>; 2] {
+pub(crate) fn engines(
+    config: &ModelConfig,
+    store: &Store,
+    on: &LoadOptions,
+) -> [Arc<dyn Engine>; 2] {
     let cpu = options(EngineKind::Nq);
     [&cpu, on].map(|o| nq_load::load(config, store, o, &()).unwrap())
 }
@@ -82,7 +86,7 @@ fn small(gguf: &str, dim: usize, tied: bool) -> ModelConfig {
     }
 }
 
-fn text(n: usize, vocab: usize) -> Vec<u32> {
+pub(crate) fn text(n: usize, vocab: usize) -> Vec<u32> {
     (0..n)
         .map(|i| ((i * 7919 + i * i * 31 + 3) % vocab) as u32)
         .collect()
@@ -174,6 +178,39 @@ fn inputs_in_bytes_are_as_on_the_cpu() {
     let each = expected.iter().zip(&found).map(|(e, f)| divergence(e, f));
     let mean = each.sum::<f64>() / tokens.len() as f64;
     assert!(mean < 1e-4, "KL {mean:e}");
+}
+
+/// Keys and values in 8 bits, of which a code that lies halfway between two may be the other one.
+#[test]
+fn keys_and_values_in_8_bits_are_as_on_the_cpu() {
+    let Some(on) = on_adapter() else { return };
+    let config = small("qwen3", 32, false);
+    let store = Store::random(&config, 9);
+    let tokens = text(160, config.vocab_size);
+    let [expected, found] = engines(&config, &store, &on).map(|engine| {
+        let spec = session_spec(2, 256, KvType::Int8, 128);
+        let mut session = engine.session(spec).unwrap();
+        let mut all = logits(&mut *session, &tokens[..140], 70);
+        all.extend(logits(&mut *session, &tokens[140..150], 2));
+        all.extend(logits(&mut *session, &tokens[150..], 1));
+        // A page that is read and appended is that of the same tokens.
+        let mut page = Vec::new();
+        let pages = session.pages().unwrap();
+        pages.read(0, 0, &mut page).unwrap();
+        assert_eq!(page.len(), pages.page_bytes());
+        pages.append(1, &page).unwrap();
+        let again = feed(&mut *session, 1, &tokens[128..160]);
+        all.extend(again.chunks_exact(config.vocab_size).map(<[f32]>::to_vec));
+        all
+    });
+    for (row, (e, f)) in expected.iter().zip(&found).enumerate() {
+        let kl = divergence(e, f);
+        assert!(kl < 1e-4, "row {row}: KL {kl:e}");
+    }
+    // The rows that were fed twice.
+    for (first, again) in found[128..160].iter().zip(&found[160..]) {
+        assert!(divergence(first, again) < 1e-4);
+    }
 }
 
 #[test]
@@ -288,6 +325,28 @@ fn sequences_decode_together() {
     assert_eq!([0, 1, 2].map(|slot| session.len(slot)), [135, 20, 8]);
 }
 
+/// Software is asked for by name alone.
+#[test]
+fn a_gpu_is_preferred_to_the_cpu_and_software_is_not() {
+    let config = small("qwen3", 32, true);
+    let store = Store::random(&config, 1);
+    let auto = LoadOptions {
+        device: DeviceChoice::Auto,
+        ..options(EngineKind::Nq)
+    };
+    let engine = nq_load::load(&config, &store, &auto, &()).unwrap();
+    let found = &engine.description().device;
+    let on_cuda = found.starts_with("cuda");
+    let gpu = nq_load::wgpu::adapters().into_iter().find(|a| a.hardware);
+    match gpu {
+        Some(gpu) => {
+            let name = format!("wgpu:{}", gpu.ordinal);
+            assert!(found.starts_with(&name) || on_cuda, "{found}");
+        }
+        None => assert!(!found.starts_with("wgpu"), "{found}"),
+    }
+}
+
 #[test]
 fn what_is_not_there_is_refused_by_name() {
     let Some(on) = on_adapter() else { return };
@@ -296,13 +355,21 @@ fn what_is_not_there_is_refused_by_name() {
         let refused = nq_load::load(config, &store, options, &()).err().unwrap();
         refused.to_string()
     };
-    for (config, names) in [
-        (hybrid("qwen35", 2, false), "gated"),
-        (small_mixture(2, true), "mixture"),
-    ] {
-        let why = refused(&config, &on);
-        assert!(why.contains(names) && why.contains("--device cpu"), "{why}");
-    }
+    // Rows that are no whole units.
+    let why = refused(&small_mixture(2, true), &on);
+    assert!(
+        why.contains("multiples of 32") && why.contains("--device cpu"),
+        "{why}"
+    );
+    let wide = ModelConfig {
+        num_attention_heads: 34,
+        ..small("llama", 32, true)
+    };
+    let why = refused(&wide, &on);
+    assert!(
+        why.contains("17 heads") && why.contains("--device cpu"),
+        "{why}"
+    );
     let config = small("llama", 32, true);
     let reference = LoadOptions {
         kernels: KernelSet::Reference,
@@ -312,10 +379,10 @@ fn what_is_not_there_is_refused_by_name() {
     assert!(why.contains("--kernels fused"), "{why}");
     let engine = nq_load::load(&config, &Store::random(&config, 1), &on, &()).unwrap();
     let why = engine
-        .session(session_spec(1, 64, KvType::Int8, 8))
+        .session(session_spec(1, 64, KvType::F32, 8))
         .err()
         .unwrap()
         .to_string();
-    assert!(why.contains("int8") && why.contains("--kv 16"), "{why}");
+    assert!(why.contains("f32") && why.contains("--kv 16"), "{why}");
     assert!(engine.with_adapters(&[], &[]).is_err());
 }

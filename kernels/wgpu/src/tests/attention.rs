@@ -8,7 +8,7 @@ use crate::kernels::{
 };
 use crate::source::KernelSource;
 use half::f16;
-use nq_kernels::pages::PAGE;
+use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;
 use nq_testkit::compare::nmse;
 use nq_testkit::weights::normal;
@@ -27,14 +27,14 @@ impl CachedSequence {
     }
 
     fn row(&self) -> usize {
-        (self.heads.count + 2 * self.heads.kv) * self.heads.dim
+        self.heads.row()
     }
 
     /// Sizes and words of a pass with tiles of `tile` rows, whose keys are read in parts of `split_pages` pages, and
     /// whose heads turn by these cosines and sines.
     fn batch(&self, tile: usize, split_pages: usize, turns: &[(f32, f32)]) -> ([u32; 8], Vec<u32>) {
         let mut words: Vec<u32> = (self.first()..self.len)
-            .flat_map(|p| [p as u32, 0])
+            .flat_map(|p| [p as u32, 0, 0, 0])
             .collect();
         let tiles_at = words.len();
         for first in (0..self.rows).step_by(tile) {
@@ -67,6 +67,38 @@ impl CachedSequence {
     }
 }
 
+/// `values` as pages hold them, with a scale for each head of them, and what they are then.
+fn kept(values: &[f32], heads: &Heads) -> (Vec<u32>, Vec<f32>, Vec<f32>) {
+    let round = |v: &f32| f16::from_f32(*v).to_f32();
+    if heads.kv_type == KvType::F16 {
+        return (
+            pairs(values),
+            Vec::new(),
+            values.iter().map(round).collect(),
+        );
+    }
+    let (mut words, mut scales, mut rounded) = (Vec::new(), Vec::new(), Vec::new());
+    for head in values.chunks_exact(heads.dim) {
+        let most = head.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let scale = round(&(most / 127.0));
+        let codes = head
+            .iter()
+            .map(|v| (v / scale).round().clamp(-127.0, 127.0));
+        let codes: Vec<f32> = codes.collect();
+        let bytes: Vec<u8> = codes.iter().map(|c| *c as i8 as u8).collect();
+        words.extend(
+            bytes
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|w| u32::from_le_bytes(*w)),
+        );
+        rounded.extend(codes.iter().map(|c| c * scale));
+        scales.push(scale);
+    }
+    (words, scales, rounded)
+}
+
 fn pairs(values: &[f32]) -> Vec<u32> {
     let bits = |v: f32| u32::from(f16::from_f32(v).to_bits());
     let pair = |p: &[f32; 2]| bits(p[0]) | bits(p[1]) << 16;
@@ -83,6 +115,8 @@ fn heads_are_normalized_turned_and_kept() {
             kv: 2,
             dim: 64,
             turned,
+            gated: false,
+            kv_type: KvType::F16,
         };
         let s = CachedSequence {
             heads,
@@ -112,7 +146,8 @@ fn heads_are_normalized_turned_and_kept() {
         let bytes = 2 * heads.kv * PAGE * dim * 2;
         let keys = gpu.buffer("keys", bytes).unwrap();
         let values = gpu.buffer("values", bytes).unwrap();
-        let buffers = [&step, &batch, &vectors, &buffer, &keys, &values];
+        let scales = gpu.buffer("scales", 16).unwrap();
+        let buffers = [&step, &batch, &vectors, &buffer, &keys, &values, &scales];
         run(&gpu, &source, &HEADS, &buffers, Grid::new(s.rows, all));
         let found = read(&gpu, &buffer, qkv.len());
         let kept = [read(&gpu, &keys, bytes / 4), read(&gpu, &values, bytes / 4)];
@@ -160,12 +195,21 @@ fn a_row_prepares_its_heads_and_attends() {
     let Some(gpu) = gpu() else { return };
     let eps = 1e-6;
     let shapes = [(4, 2, 64), (7, 1, 32), (2, 2, 128), (8, 1, 256), (3, 1, 80)];
-    for ((count, kv, dim), normed) in shapes.into_iter().zip([true, false].into_iter().cycle()) {
+    let kinds = [(true, false, KvType::F16), (false, true, KvType::Int8)];
+    let kinds = [
+        kinds,
+        [(true, true, KvType::F16), (true, false, KvType::Int8)],
+    ]
+    .concat();
+    for ((count, kv, dim), kind) in shapes.into_iter().zip(kinds.into_iter().cycle()) {
+        let (normed, gated, kv_type) = kind;
         let heads = Heads {
             count,
             kv,
             dim,
             turned: dim / 2,
+            gated,
+            kv_type,
         };
         for len in [1, 65, 300] {
             let s = CachedSequence {
@@ -186,7 +230,9 @@ fn a_row_prepares_its_heads_and_attends() {
                 source.flag("NORMS", normed)
             };
             let before = normal(3 * kv * PAGE * dim, 8);
-            let before = [pairs(&before), pairs(&before[1..])];
+            let before = [kept(&before, &heads).0, kept(&before, &heads).0];
+            let scales_before: Vec<f32> = normal(6 * kv * PAGE, 9);
+            let scales_before: Vec<f32> = scales_before.iter().map(|s| s.abs() / 99.0).collect();
             for split_pages in [3, 1] {
                 let (step, batch) = s.batch(1, split_pages, &turns);
                 let splits = step[2] as usize;
@@ -196,7 +242,7 @@ fn a_row_prepares_its_heads_and_attends() {
                     y: kv,
                     z: 1,
                 };
-                let all: Vec<[Vec<f32>; 3]> = [false, true]
+                let all: Vec<[Vec<f32>; 4]> = [false, true]
                     .into_iter()
                     .map(|together| {
                         let qkv = gpu.upload("qkv", &qkv).unwrap();
@@ -204,45 +250,55 @@ fn a_row_prepares_its_heads_and_attends() {
                         let attended = gpu.buffer("attended", 4 * count * dim).unwrap();
                         let parts = 4 * count * (dim + 2) * splits;
                         let parts = gpu.buffer("parts", parts).unwrap();
+                        let scales = gpu.upload("scales", &scales_before).unwrap();
                         let first = [&step, &batch, &attended, &parts, &qkv];
                         if together {
                             let source = prepares(attention_row(heads, eps));
-                            let buffers = [&first[..], &[&vectors, &keys, &values]].concat();
+                            let buffers =
+                                [&first[..], &[&vectors, &keys, &values, &scales]].concat();
                             let mut grid = of_splits;
                             grid.y *= heads.shares();
                             run(&gpu, &source, &ATTENTION_ROW, &buffers, grid);
                         } else {
                             let source = prepares(prepare_heads(heads, eps));
-                            let buffers = [&step, &batch, &vectors, &qkv, &keys, &values];
+                            let buffers = [&step, &batch, &vectors, &qkv, &keys, &values, &scales];
                             let grid = Grid::new(1, count + 2 * kv);
                             run(&gpu, &source, &HEADS, &buffers, grid);
-                            let buffers = [&first[..], &[&keys, &values]].concat();
+                            let buffers = [&first[..], &[&keys, &values, &scales]].concat();
                             run(&gpu, &attention(heads, 1), &ATTENTION, &buffers, of_splits);
                         }
                         if splits > 1 {
                             let grid = Grid::new(1, count);
-                            run(&gpu, &combine(heads), &COMBINE, &first[..4], grid);
+                            run(&gpu, &combine(heads), &COMBINE, &first[..5], grid);
                         }
                         [
                             read(&gpu, &attended, count * dim),
                             read(&gpu, &keys, before[0].len()),
                             read(&gpu, &values, before[1].len()),
+                            read(&gpu, &scales, scales_before.len()),
                         ]
                     })
                     .collect();
                 let case = format!("{heads:?}, {len} tokens, {splits} parts");
                 let error = nmse(&all[1][0], &all[0][0]);
-                assert!(error < 1e-8, "{case}: {error:e}");
-                for (apart, together) in all[0].iter().zip(&all[1]).skip(1) {
-                    let halves = |words: &[f32]| -> Vec<f32> {
-                        let halves = words.iter().flat_map(|w| [w.to_bits(), w.to_bits() >> 16]);
-                        halves
-                            .map(|bits| f16::from_bits(bits as u16).to_f32())
-                            .collect()
+                // Where a value is halfway between two bytes, the order of sums decides.
+                let most = if kv_type == KvType::Int8 { 1e-5 } else { 1e-8 };
+                assert!(error < most, "{case}: {error:e}");
+                for (apart, together) in all[0].iter().zip(&all[1]).skip(1).take(2) {
+                    let values = |words: &[f32]| -> Vec<f32> {
+                        let bytes = words.iter().flat_map(|w| w.to_bits().to_le_bytes());
+                        let bytes: Vec<u8> = bytes.collect();
+                        match kv_type {
+                            KvType::Int8 => bytes.iter().map(|b| f32::from(*b as i8)).collect(),
+                            _ => (bytes.as_chunks::<2>().0.iter())
+                                .map(|half| f16::from_le_bytes(*half).to_f32())
+                                .collect(),
+                        }
                     };
-                    let error = nmse(&halves(together), &halves(apart));
-                    assert!(error < 1e-9, "{case}: kept {error:e}");
+                    let error = nmse(&values(together), &values(apart));
+                    assert!(error < most, "{case}: kept {error:e}");
                 }
+                assert!(nmse(&all[1][3], &all[0][3]) < 1e-9, "{case}: scales");
             }
         }
     }
@@ -252,12 +308,15 @@ fn a_row_prepares_its_heads_and_attends() {
 fn rows_attend_to_what_is_before_them() {
     let Some(gpu) = gpu() else { return };
     let shapes = [(4, 2, 64), (7, 1, 32), (2, 2, 128), (8, 1, 256), (3, 1, 80)];
-    for (count, kv, dim) in shapes {
+    let kinds = [KvType::F16, KvType::Int8];
+    for ((count, kv, dim), kv_type) in (shapes.into_iter()).flat_map(|s| kinds.map(|k| (s, k))) {
         let heads = Heads {
             count,
             kv,
             dim,
             turned: dim,
+            gated: false,
+            kv_type,
         };
         for (len, rows) in [(1, 1), (300, 3), (150, 37)] {
             let s = CachedSequence {
@@ -267,24 +326,22 @@ fn rows_attend_to_what_is_before_them() {
                 table: vec![2, 0, 1][..len.div_ceil(PAGE)].to_vec(),
             };
             let qkv = normal(rows * s.row(), 7);
-            let round = |v: f32| f16::from_f32(v).to_f32();
-            let rounded = |seed| {
-                normal(len * kv * dim, seed)
-                    .into_iter()
-                    .map(round)
-                    .collect()
-            };
-            let (keys, values): (Vec<f32>, Vec<f32>) = (rounded(8), rounded(9));
+            let vectors = [8, 9].map(|seed| normal(len * kv * dim, seed));
+            let mut scales = vec![0.0; 6 * kv * PAGE];
             // [position, head, dim] to pages.
-            let paged = |values: &[f32]| {
+            let mut paged = |which: usize| {
                 let mut all = vec![0; 3 * kv * PAGE * dim / 2];
-                for (i, head) in values.chunks_exact(dim).enumerate() {
-                    let at = s.place(i % kv, i / kv);
-                    all[at..at + dim / 2].copy_from_slice(&pairs(head));
+                for (i, head) in vectors[which].chunks_exact(dim).enumerate() {
+                    let place = s.place(i % kv, i / kv) / (dim / 2);
+                    let (words, scale, _) = kept(head, &heads);
+                    all[place * words.len()..][..words.len()].copy_from_slice(&words);
+                    scales[2 * place + which] = scale.first().copied().unwrap_or_default();
                 }
                 words(&gpu, &all)
             };
-            let (key_pages, value_pages) = (paged(&keys), paged(&values));
+            let (key_pages, value_pages) = (paged(0), paged(1));
+            let scales = gpu.upload("scales", &scales).unwrap();
+            let [keys, values] = vectors.map(|v| kept(&v, &heads).2);
             let qkv_buffer = gpu.upload("qkv", &qkv).unwrap();
             for (tile, split_pages) in [(1, 3), (1, 1), (heads.tile(), 3)] {
                 let (step, batch) = s.batch(tile, split_pages, &[]);
@@ -302,6 +359,7 @@ fn rows_attend_to_what_is_before_them() {
                     &qkv_buffer,
                     &key_pages,
                     &value_pages,
+                    &scales,
                 ];
                 let grid = Grid {
                     x: splits,
@@ -311,7 +369,7 @@ fn rows_attend_to_what_is_before_them() {
                 run(&gpu, &attention(heads, tile), &ATTENTION, &buffers, grid);
                 if splits > 1 {
                     let grid = Grid::new(rows, count);
-                    run(&gpu, &combine(heads), &COMBINE, &buffers[..4], grid);
+                    run(&gpu, &combine(heads), &COMBINE, &buffers[..5], grid);
                 }
                 let found = read(&gpu, &attended, rows * count * dim);
                 for (i, found) in found.chunks_exact(dim).enumerate() {

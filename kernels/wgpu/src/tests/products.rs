@@ -3,7 +3,7 @@
 use super::{gpu, read, run};
 use crate::gpu::{Gpu, Grid, LaunchPass};
 use crate::kernels::{ROUND, SILU, round, silu};
-use crate::linear::Linear;
+use crate::linear::{Linear, Purpose};
 use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Activations, reference};
@@ -12,6 +12,17 @@ use nq_runtime::interface::ActivationChoice;
 use nq_runtime::weights::Census;
 use nq_testkit::compare::nmse;
 use nq_testkit::weights::{affine, blocks, dense, held_as_others, normal};
+
+/// The weight of a product of `parts`.
+fn linear(gpu: &Gpu, parts: &[&Weight], gated: bool, choice: ActivationChoice) -> Linear {
+    let purpose = Purpose {
+        name: "test",
+        gated,
+        experts: 1,
+        choice,
+    };
+    Linear::new(gpu, purpose, parts, &mut Census::default()).unwrap()
+}
 
 /// `x` `[rows, in]` times `parts`, added to `y` where `outputs` says so.
 fn product(
@@ -22,7 +33,7 @@ fn product(
     x: &[f32],
 ) -> Vec<f32> {
     let gated = outputs == Outputs::Gated;
-    let linear = Linear::new(gpu, "test", parts, gated, choice, &mut Census::default()).unwrap();
+    let linear = linear(gpu, parts, gated, choice);
     assert_eq!(linear.interleaved, gated);
     let rows = x.len() / linear.inputs;
     let width = match gated {
@@ -197,21 +208,20 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                         gpu.upload("x", &x).unwrap(),
                         gpu.upload("gains", &gains).unwrap(),
                     );
-                    let mut census = Census::default();
                     let choice = ActivationChoice::Int8 { group: 32 };
                     let gated = outputs == Outputs::Gated;
-                    let linear =
-                        Linear::new(&gpu, "test", &parts, gated, choice, &mut census).unwrap();
+                    let linear = linear(&gpu, &parts, gated, choice);
                     let operands = RowOperands {
                         step: &step,
                         x: &input,
                         norm: eps.map(|eps| (&gain_buffer, eps)),
                         y: &y,
+                        routes: None,
                     };
                     let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
                     let product = product.expect("inputs that are rounded, and fit a workgroup");
                     let mut encoder = gpu.encoder();
-                    product.launch(&mut LaunchPass::new(&mut encoder, None));
+                    product.launch(&mut LaunchPass::new(&mut encoder, None), 1);
                     gpu.submit(encoder);
                     let found = read(&gpu, &y, rows);
                     let mut x_normed = x.to_vec();
@@ -237,7 +247,7 @@ fn weights_are_cut_where_a_binding_ends() {
     let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
     let weight = affine(scheme, 300, 320, None, 1);
     let (parts, choice) = ([&weight], ActivationChoice::F32);
-    let linear = Linear::new(&gpu, "test", &parts, false, choice, &mut Census::default()).unwrap();
+    let linear = linear(&gpu, &parts, false, choice);
     // Tiles of 64 rows of 160 bytes.
     assert_eq!(linear.slices.len(), 5);
     let x = normal(2 * 320, 1);

@@ -8,6 +8,7 @@
 @group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]: sums, greatest score, sum of weights
 
 #if COMBINE
+@group(0) @binding(4) var<storage, read> qkv: array<f32>;
 var<workgroup> weights: array<f32, SPLITS>;
 var<workgroup> totals: array<f32, SPLITS>;
 
@@ -46,20 +47,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             value += value$s * weights[min(s + $su, SPLITS - 1u)];
 #end
         }
+#if GATED
+        value /= 1.0 + exp(-qkv[group.x * STRIDE + group.y * QUERY_STEP + DIM + i]);
+#end
         attended[head * DIM + i] = value;
     }
 }
 #else
 @group(0) @binding(4) var<storage, read> qkv: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> keys: array<vec4<u32>>;
+@group(0) @binding(5) var<storage, read> keys: array<KeyWords>;
 @group(0) @binding(6) var<storage, read> values: array<u32>;
+@group(0) @binding(7) var<storage, read> scales: array<f32>; // [pages, KV_HEADS, PAGE, 2]
 
 var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
-var<workgroup> scores: array<f32, QUERIES * 64>;
-var<workgroup> reduced: array<f32, 128>;
-var<workgroup> greatest: array<f32, QUERIES>;
-var<workgroup> total: array<f32, QUERIES>;
-var<workgroup> shrunk: array<f32, QUERIES>;
 
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
@@ -74,7 +74,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         let query = i / (DIM / 4u);
         let row = first_row + min(query / GROUP, rows - 1u);
         let head = kv_head * GROUP + query % GROUP;
-        q[i] = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * (DIM / 4u) + i % (DIM / 4u)];
+        q[i] = qkv[(row * STRIDE + head * QUERY_STEP) / 4u + i % (DIM / 4u)];
     }
     if (index < QUERIES) {
         greatest[index] = NOTHING;
@@ -99,17 +99,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
         if (base + key < end) {
             for (var i = 0u; i < DIM / 8u; i++) {
-                let words = keys[(place + key) * (DIM / 8u) + i];
-                let a = vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
-                let b = vec4<f32>(unpack2x16float(words.z), unpack2x16float(words.w));
+                let k = eight(keys[(place + key) * (DIM / 8u) + i]);
 #for j in PER_HALF
                 {
                     let at = min(half * PER_HALF + $ju, QUERIES - 1u) * (DIM / 4u) + 2u * i;
-                    score$j += dot(q[at], a) + dot(q[at + 1u], b);
+                    score$j += dot(q[at], k.low) + dot(q[at + 1u], k.high);
                 }
 #end
             }
         }
+#if INT8
+        let key_scale = scales[2u * (place + min(key, end - base - 1u))];
+#for j in PER_HALF
+        score$j *= key_scale;
+#end
+#end
 #for j in PER_HALF
         {
             let query = half * PER_HALF + $ju;
@@ -120,49 +124,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
 #end
         workgroupBarrier();
-        // Eight invocations for each query.
-        let query = min(index / 8u, QUERIES - 1u);
-        var most = NOTHING;
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
-        }
-        reduced[index] = most;
-        workgroupBarrier();
-        most = greatest[query];
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, reduced[index / 8u * 8u + i]);
-        }
-        workgroupBarrier();
-        var sum = 0.0;
-        if (index < 8u * QUERIES) {
-            for (var i = 0u; i < 8u; i++) {
-                let at = query * 64u + index % 8u * 8u + i;
-                // Before the first key that a query sees, nothing counts.
-                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
-                scores[at] = weight;
-                sum += weight;
-            }
-        }
-        reduced[index] = sum;
-        workgroupBarrier();
-        if (index < 8u * QUERIES && index % 8u == 0u) {
-            let shrinks = exp(greatest[query] - most);
-            var all = total[query] * shrinks;
-            for (var i = 0u; i < 8u; i++) {
-                all += reduced[index + i];
-            }
-            total[query] = all;
-            shrunk[query] = shrinks;
-            greatest[query] = most;
-        }
-        workgroupBarrier();
+        soften(index);
         if (takes_values) {
 #for j in PER_VALUE_PART
             sum$j *= shrunk[min(part * PER_VALUE_PART + $ju, QUERIES - 1u)];
 #end
             let count = min(64u, end - base);
             for (var i = 0u; i < count; i++) {
-                let value = unpack2x16float(values[(place + i) * PAIRS + pair]);
+#if INT8
+                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair) * scales[2u * (place + i) + 1u];
+#else
+                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair);
+#end
 #for j in PER_VALUE_PART
                 sum$j += value * scores[min(part * PER_VALUE_PART + $ju, QUERIES - 1u) * 64u + i];
 #end
@@ -178,8 +151,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let at = row * HEADS + kv_head * GROUP + query % GROUP;
             if (query < QUERIES && query / GROUP < rows) {
                 if (step.splits == 1u) {
-                    attended[at * DIM + 2u * pair] = sum$j.x / total[query];
-                    attended[at * DIM + 2u * pair + 1u] = sum$j.y / total[query];
+                    var both = sum$j / total[query];
+#if GATED
+                    let gate = row * STRIDE + (kv_head * GROUP + query % GROUP) * QUERY_STEP + DIM + 2u * pair;
+                    both /= 1.0 + exp(-vec2<f32>(qkv[gate / 4u][gate % 4u], qkv[gate / 4u][gate % 4u + 1u]));
+#end
+                    attended[at * DIM + 2u * pair] = both.x;
+                    attended[at * DIM + 2u * pair + 1u] = both.y;
                 } else {
                     let to = (at * step.splits + split) * (DIM + 2u);
                     parts[to + 2u * pair] = sum$j.x;

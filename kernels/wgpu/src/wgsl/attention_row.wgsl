@@ -10,29 +10,43 @@
 @group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]
 @group(0) @binding(4) var<storage, read> qkv: array<f32>;
 @group(0) @binding(5) var<storage, read> vectors: array<f32>;        // biases of all heads; gains of q and k
-@group(0) @binding(6) var<storage, read_write> keys: array<vec4<u32>>; // [pages, KV_HEADS, PAGE, DIM / 8]
-@group(0) @binding(7) var<storage, read_write> values: array<u32>;     // [pages, KV_HEADS, PAGE, DIM / 2]
+@group(0) @binding(6) var<storage, read_write> keys: array<KeyWords>; // pages.wgsl says how they lie
+@group(0) @binding(7) var<storage, read_write> values: array<u32>;
+@group(0) @binding(8) var<storage, read_write> scales: array<f32>;    // [pages, KV_HEADS, PAGE, 2]
 
 // Queries, and behind them the key and the value of the row.
 var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
 var<workgroup> queries: array<vec4<f32>, QUERIES * DIM / 4>;
 // Sums of scores, by the four invocations that share a key.
 var<workgroup> partial: array<f32, QUERIES * 256>;
-var<workgroup> scores: array<f32, QUERIES * 64>;
-var<workgroup> reduced: array<f32, 256>;
-var<workgroup> greatest: array<f32, QUERIES>;
-var<workgroup> total: array<f32, QUERIES>;
-var<workgroup> shrunk: array<f32, QUERIES>;
 var<workgroup> sums: array<vec2<f32>, 256>;
 
 fn pair_of(at: u32) -> u32 {
     return pack2x16float(vec2<f32>(heads[at], heads[at + 1u]));
 }
 
-fn new_key(i: u32) -> vec4<u32> {
+#if INT8
+// The key and the value of the row in bytes, and their scales.
+var<workgroup> new_words: array<u32, DIM / 2>;
+var<workgroup> new_scales: array<f32, 2>;
+
+fn new_key(i: u32) -> KeyWords {
+    return KeyWords(new_words[2u * i], new_words[2u * i + 1u]);
+}
+
+fn new_value(word: u32) -> u32 {
+    return new_words[DIM / 4u + word];
+}
+#else
+fn new_value(word: u32) -> u32 {
+    return pair_of((QUERIES + 1u) * DIM + 2u * word);
+}
+
+fn new_key(i: u32) -> KeyWords {
     let at = QUERIES * DIM + 8u * i;
     return vec4<u32>(pair_of(at), pair_of(at + 2u), pair_of(at + 4u), pair_of(at + 6u));
 }
+#end
 
 // Where the keys from `base` on are; past the end of a part, where its first ones are.
 fn place_of(table: u32, kv_head: u32, begin: u32, base: u32, end: u32) -> u32 {
@@ -41,6 +55,16 @@ fn place_of(table: u32, kv_head: u32, begin: u32, base: u32, end: u32) -> u32 {
     let page = select(0u, first / PAGE, first < end);
     return (batch[table + page] * KV_HEADS + kv_head) * PAGE + first % PAGE;
 }
+
+#if INT8
+// The scale of the key, or of the value, at a position; the row's own may not be in its page yet.
+fn scale_of_key(table: u32, kv_head: u32, at: u32, position: u32, which: u32) -> f32 {
+    if (at == position) {
+        return new_scales[which];
+    }
+    return scales[2u * ((batch[table + at / PAGE] * KV_HEADS + kv_head) * PAGE + at % PAGE) + which];
+}
+#end
 
 // The number of the last key of those from `base` on.
 fn last_of(base: u32, end: u32) -> u32 {
@@ -53,8 +77,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let kv_head = group.y / SHARES;
     let first_query = group.y % SHARES * QUERIES;
     let row = group.z;
-    let position = batch[2u * row];
-    let table = step.tables_at + batch[2u * row + 1u];
+    let position = batch[4u * row];
+    let table = step.tables_at + batch[4u * row + 1u];
     let begin = split * step.split_pages * PAGE;
     let end = min(position + 1u, begin + step.split_pages * PAGE);
     // Four neighbours share a key, and invocations that share values have some keys each.
@@ -72,17 +96,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
 #end
 #for k in PER_SHARE
-    var value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * PAIRS + pair];
+    var value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * VALUE_WORDS + word_of(pair)];
 #end
 
     // Queries past the end of the group are computed as its last one, and not written.
     for (var i = index; i < (QUERIES + 2u) * DIM; i += 256u) {
         let query = i / DIM;
-        let shared_head = select(HEADS + kv_head, HEADS + KV_HEADS + kv_head, query > QUERIES);
-        let head = select(kv_head * GROUP + min(first_query + query, GROUP - 1u), shared_head, query >= QUERIES);
-        var value = qkv[(row * (HEADS + 2u * KV_HEADS) + head) * DIM + i % DIM];
+        let shared_at = KEYS_AT + (kv_head + select(0u, KV_HEADS, query > QUERIES)) * DIM;
+        let query_at = (kv_head * GROUP + min(first_query + query, GROUP - 1u)) * QUERY_STEP;
+        let at = select(query_at, shared_at, query >= QUERIES) + i % DIM;
+        var value = qkv[row * STRIDE + at];
 #if BIASES
-        value += vectors[head * DIM + i % DIM];
+        value += vectors[at];
 #end
         heads[i] = value;
     }
@@ -126,15 +151,56 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         heads[at + TURNED / 2u] = b * cosine + a * sine;
     }
     workgroupBarrier();
+#if INT8
+    {
+        // Sixteen invocations each for the key and the value.
+        let which = index / 16u;
+        var greatest = 0.0;
+        var nothing = 0.0;
+        if (which < 2u) {
+            for (var i = index % 16u; i < DIM; i += 16u) {
+                let value = heads[(QUERIES + which) * DIM + i];
+                greatest = max(greatest, abs(value));
+                nothing += value - value;
+            }
+        }
+        // What is no number is lost in a maximum, and kept in the scale.
+        reduced[index] = greatest;
+        partial[index] = nothing;
+        workgroupBarrier();
+        if (which < 2u) {
+            nothing = 0.0;
+            for (var i = 16u * which; i < 16u * which + 16u; i++) {
+                greatest = max(greatest, reduced[i]);
+                nothing += partial[i];
+            }
+            let scale = scale_for(greatest);
+            for (var i = index % 16u; i < DIM / 4u; i += 16u) {
+                let at = (QUERIES + which) * DIM + 4u * i;
+                let four = vec4<f32>(heads[at], heads[at + 1u], heads[at + 2u], heads[at + 3u]);
+                new_words[which * (DIM / 4u) + i] = pack4xI8Clamp(vec4<i32>(round(four * scale.y)));
+            }
+            if (index % 16u == 0u) {
+                new_scales[which] = scale.x + nothing;
+            }
+        }
+        workgroupBarrier();
+    }
+#end
     if (end == position + 1u && begin <= position) {
         // Workgroups with other queries of the group write the same.
         let to = (batch[table + position / PAGE] * KV_HEADS + kv_head) * PAGE + position % PAGE;
         for (var i = index; i < DIM / 8u; i += 256u) {
             keys[to * (DIM / 8u) + i] = new_key(i);
         }
-        for (var i = index; i < DIM / 2u; i += 256u) {
-            values[to * PAIRS + i] = pair_of((QUERIES + 1u) * DIM + 2u * i);
+        for (var i = index; i < VALUE_WORDS; i += 256u) {
+            values[to * VALUE_WORDS + i] = new_value(i);
         }
+#if INT8
+        if (index < 2u) {
+            scales[2u * to + index] = new_scales[index];
+        }
+#end
     }
     for (var i = index; i < QUERIES * DIM / 4u; i += 256u) {
         queries[i] = vec4<f32>(heads[4u * i], heads[4u * i + 1u], heads[4u * i + 2u], heads[4u * i + 3u]) * SCALE;
@@ -162,7 +228,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
 #end
 #for k in PER_SHARE
-        value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * PAIRS + pair];
+        value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * VALUE_WORDS + word_of(pair)];
 #end
         // The row's own were read before they were written; what stands in for those behind must be finite, too.
         if (base + key >= position) {
@@ -172,7 +238,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
 #for k in PER_SHARE
         if (base + share * PER_SHARE + $ku >= position) {
-            now_value$k = pair_of((QUERIES + 1u) * DIM + 2u * pair);
+            now_value$k = new_value(word_of(pair));
         }
 #end
 #for q in QUERIES
@@ -181,10 +247,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #for n in PER_QUARTER
         if (4u * $nu + quarter < DIM / 8u) {
             let at = 2u * (4u * $nu + quarter);
-            let a = vec4<f32>(unpack2x16float(now_key$n.x), unpack2x16float(now_key$n.y));
-            let b = vec4<f32>(unpack2x16float(now_key$n.z), unpack2x16float(now_key$n.w));
+            let k = eight(now_key$n);
 #for q in QUERIES
-            score$q += dot(queries[$qu * (DIM / 4u) + at], a) + dot(queries[$qu * (DIM / 4u) + at + 1u], b);
+            score$q += dot(queries[$qu * (DIM / 4u) + at], k.low) + dot(queries[$qu * (DIM / 4u) + at + 1u], k.high);
 #end
         }
 #end
@@ -193,51 +258,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
         workgroupBarrier();
         for (var i = index; i < QUERIES * 64u; i += 256u) {
-            let score = partial[4u * i] + partial[4u * i + 1u] + partial[4u * i + 2u] + partial[4u * i + 3u];
+            var score = partial[4u * i] + partial[4u * i + 1u] + partial[4u * i + 2u] + partial[4u * i + 3u];
+#if INT8
+            score *= scale_of_key(table, kv_head, base + min(i % 64u, count - 1u), position, 0u);
+#end
             scores[i] = select(NOTHING, score, i % 64u < count);
         }
         workgroupBarrier();
-        // Eight invocations for each query.
-        let query = min(index / 8u, QUERIES - 1u);
-        var most = NOTHING;
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, scores[query * 64u + index % 8u * 8u + i]);
-        }
-        reduced[index] = most;
-        workgroupBarrier();
-        most = greatest[query];
-        for (var i = 0u; i < 8u; i++) {
-            most = max(most, reduced[index / 8u * 8u + i]);
-        }
-        workgroupBarrier();
-        var sum = 0.0;
-        if (index < 8u * QUERIES) {
-            for (var i = 0u; i < 8u; i++) {
-                let at = query * 64u + index % 8u * 8u + i;
-                let weight = select(exp(scores[at] - most), 0.0, scores[at] == NOTHING);
-                scores[at] = weight;
-                sum += weight;
-            }
-        }
-        reduced[index] = sum;
-        workgroupBarrier();
-        if (index < 8u * QUERIES && index % 8u == 0u) {
-            let shrinks = exp(greatest[query] - most);
-            var all = total[query] * shrinks;
-            for (var i = 0u; i < 8u; i++) {
-                all += reduced[index + i];
-            }
-            total[query] = all;
-            shrunk[query] = shrinks;
-            greatest[query] = most;
-        }
-        workgroupBarrier();
+        soften(index);
 #for q in QUERIES
         sum$q *= shrunk[$q];
 #end
 #for k in PER_SHARE
         if (share * PER_SHARE + $ku < 64u) {
-            let value = unpack2x16float(now_value$k);
+            var value = two(now_value$k, pair);
+#if INT8
+            let seen = base + min(share * PER_SHARE + $ku, count - 1u);
+            value *= scale_of_key(table, kv_head, seen, position, 1u);
+#end
 #for q in QUERIES
             sum$q += value * scores[$qu * 64u + share * PER_SHARE + $ku];
 #end
@@ -256,6 +294,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         let at = row * HEADS + kv_head * GROUP + first_query + $qu;
         if (step.splits == 1u) {
             both /= total[$q];
+#if GATED
+            let gate = row * STRIDE + (kv_head * GROUP + first_query + $qu) * QUERY_STEP + DIM + 2u * index;
+            both /= 1.0 + exp(-vec2<f32>(qkv[gate], qkv[gate + 1u]));
+#end
             attended[at * DIM + 2u * index] = both.x;
             attended[at * DIM + 2u * index + 1u] = both.y;
         } else {

@@ -1,5 +1,5 @@
 // y = x w^T in tiles of 64 rows of x and 64 rows of w, a unit of inputs at a time: 64 invocations compute 8 x 8 outputs
-// each.
+// each. Of a stack of experts, a tile has the rows that are routed to one of them.
 
 @group(0) @binding(4) var<uniform> step: Step;
 #if INT8
@@ -16,14 +16,42 @@ var<workgroup> x_tile: array<vec4<f32>, 32 * 16>;
 var<workgroup> w_tile: array<vec4<f32>, 32 * 16>;
 #end
 @group(0) @binding(7) var<storage, read_write> y: array<f32>;
+#if EXPERTS
+@group(0) @binding(8) var<storage, read> groups: array<u32>; // route.wgsl says what it holds
+
+// Routes of the tile.
+var<workgroup> tile_routes: array<u32, 64>;
+#end
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+#if EXPERTS
+    let m0 = 0u;
+#else
     let m0 = group.y * 64u;
+#end
     let n0 = group.x * 64u;
     // Rows past the end are computed as the last one, and not written.
-    let x_row = min(m0 + index, step.rows - 1u);
+#if EXPERTS
+    let tile = 1u + 3u * group.y;
+    let expert = groups[tile] - slice.expert0;
+    if (group.y >= groups[0] || expert >= slice.rows / slice.expert_rows) {
+        return;
+    }
+    let rows = groups[tile + 2u];
+    let route = groups[LIST_AT + groups[tile + 1u] + min(index, rows - 1u)];
+    tile_routes[index] = route;
+    let w_row = expert * slice.expert_rows + min(n0 + index, slice.expert_rows - 1u);
+#if SPREAD
+    let x_row = route / ROUTES;
+#else
+    let x_row = route;
+#end
+#else
+    let rows = step.rows;
+    let x_row = min(m0 + index, rows - 1u);
     let w_row = min(n0 + index, slice.rows - 1u);
+#end
     let tm = index / 8u;
     let tn = index % 8u;
 #for m in 8
@@ -130,26 +158,33 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #end
     }
 #for m in 8
-    put(m0 + 8u * tm + $mu, n0 + 8u * tn, low$m);
-    put(m0 + 8u * tm + $mu, n0 + 8u * tn + 4u, high$m);
+    put(rows, m0 + 8u * tm + $mu, n0 + 8u * tn, low$m);
+    put(rows, m0 + 8u * tm + $mu, n0 + 8u * tn + 4u, high$m);
 #end
 }
 
 // Writes four outputs of row m, from row n of w on.
-fn put(m: u32, n: u32, four: vec4<f32>) {
-    if (m >= step.rows) {
+fn put(rows: u32, of_tile: u32, n: u32, four: vec4<f32>) {
+    if (of_tile >= rows) {
         return;
     }
+#if EXPERTS
+    let m = tile_routes[of_tile];
+    let outputs = slice.expert_rows;
+#else
+    let m = of_tile;
+    let outputs = slice.rows;
+#end
 #if GATED
 #for h in 2
-    if (n + 2u * $hu < slice.rows) {
+    if (n + 2u * $hu < outputs) {
         let gate = four[2 * $h];
         y[m * slice.stride + (slice.row0 + n) / 2u + $hu] = gate / (1.0 + exp(-gate)) * four[2 * $h + 1];
     }
 #end
 #else
 #for c in 4
-    if (n + $cu < slice.rows) {
+    if (n + $cu < outputs) {
 #if ADDED
         y[m * slice.stride + slice.row0 + n + $cu] += four[$c];
 #else

@@ -33,14 +33,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let part = index / LANES;
     let lane = index % LANES;
 #end
-    let blocks = (slice.rows + PARTS * TOGETHER - 1u) / (PARTS * TOGETHER);
+    find_experts(group.z, index, group.x == 0u);
+    let blocks = (outputs_of_row() + PARTS * TOGETHER - 1u) / (PARTS * TOGETHER);
     var block = group.x;
+#for u in UNROLLED
+    var unit$u = min(lane + LANES * $uu, UNITS - 1u);
+#end
 #for i in TOGETHER
     // Rows past the end are computed as the last one, and not written.
-    var row$i = min((block * PARTS + part) * TOGETHER + $iu, slice.rows - 1u);
+    var row$i = row_of(min((block * PARTS + part) * TOGETHER + $iu, outputs_of_row() - 1u));
 #for u in UNROLLED
-    var words$i_$u = unit_words(row$i, min(lane + LANES * $uu, UNITS - 1u));
-    var scale$i_$u = scale_of(row$i, min(lane + LANES * $uu, UNITS - 1u), 0u);
+    var words$i_$u = unit_words(row_at(row$i, unit$u), unit_at(unit$u));
+    var scale$i_$u = scale_of(row_at(row$i, unit$u), unit_at(unit$u), 0u);
 #end
 #end
 
@@ -50,7 +54,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     for (var base = 0u; base < QUADS; base += 1024u) {
 #for n in 4
         let quad$n = min(base + 256u * $nu + index, QUADS - 1u);
-        var value$n = x[quad$n];
+        var value$n = x[group.z * QUADS + quad$n];
 #end
 #for n in 4
 #if NORM
@@ -100,6 +104,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for c in 8
         sum += dot4I8Packed(bytes[$cu * UNITS + unit], 0x01010101u);
 #end
+        scales[unit].x *= factor_at(unit);
         scales[unit].y = scales[unit].x * f32(sum);
     }
     var factor = 1.0;
@@ -140,18 +145,20 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #for i in TOGETHER
         var old$i = 0.0;
         if (ends && lane == 0u) {
-            old$i = y[slice.row0 + min(first + $iu, slice.rows - 1u)];
+            old$i = y[place_of(group.z, min(first + $iu, outputs_of_row() - 1u))];
         }
 #end
 #end
-        let next = turn * LANES * UNROLLED + lane;
+#for u in UNROLLED
+        unit$u = min(turn * LANES * UNROLLED + lane + LANES * $uu, UNITS - 1u);
+#end
 #for i in TOGETHER
-        row$i = min((block * PARTS + part) * TOGETHER + $iu, slice.rows - 1u);
+        row$i = row_of(min((block * PARTS + part) * TOGETHER + $iu, outputs_of_row() - 1u));
 #for u in UNROLLED
         let now$i_$u = words$i_$u;
         let a$i_$u = scale$i_$u;
-        words$i_$u = unit_words(row$i, min(next + LANES * $uu, UNITS - 1u));
-        scale$i_$u = scale_of(row$i, min(next + LANES * $uu, UNITS - 1u), 0u);
+        words$i_$u = unit_words(row_at(row$i, unit$u), unit_at(unit$u));
+        scale$i_$u = scale_of(row_at(row$i, unit$u), unit_at(unit$u), 0u);
 #end
 #end
 #for u in UNROLLED
@@ -201,16 +208,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
             if (lane == 0u) {
 #if GATED
-                if (first < slice.rows) {
-                    y[(slice.row0 + first) / 2u] = total0 / (1.0 + exp(-total0)) * total1;
+                if (is_here(first)) {
+                    y[place_of(group.z, first)] = total0 / (1.0 + exp(-total0)) * total1;
                 }
 #else
 #for i in TOGETHER
-                if (first + $iu < slice.rows) {
+                if (is_here(first + $iu)) {
 #if ADDED
-                    y[slice.row0 + first + $iu] = old$i + total$i;
+                    y[place_of(group.z, first + $iu)] = old$i + total$i;
 #else
-                    y[slice.row0 + first + $iu] = total$i;
+                    y[place_of(group.z, first + $iu)] = total$i;
 #end
                 }
 #end

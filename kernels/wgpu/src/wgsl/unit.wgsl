@@ -10,6 +10,8 @@ struct Slice {
     stride: u32,  // outputs in a row of y
     groups: u32,  // groups in a row
     shift: u32,   // the logarithm of a group's inputs
+    expert0: u32, // of a stack of experts: the first in these buffers, and the rows of each
+    expert_rows: u32,
 }
 
 @group(0) @binding(0) var<storage, read> codes: array<vec4<u32>>;

@@ -1,0 +1,291 @@
+//! Mixtures of experts: the kernels that choose experts, and those of products with the ones that are chosen.
+//!
+//! A step's rows take two launches behind the scores: products that read the rows of the chosen experts alone, of which the
+//! first chooses them and the second sums them. A prompt's rows are sorted by expert, and tiles of them multiplied.
+
+use crate::gpu::Binding::{self, Read, Uniform, Write};
+use crate::gpu::{Gpu, Grid, Kernel, LaunchPass};
+use crate::kernels::{ROUND, round};
+use crate::linear::Linear;
+use crate::product::{
+    EXPERTS, Operands, Outputs, RoutedInputs, RowOperands, RowProduct, STEP_ROWS, prompt_kernel,
+    tiles_of,
+};
+use crate::source::KernelSource;
+use nq_model::{Dims, Experts};
+use nq_runtime::Result;
+use std::sync::Arc;
+use wgpu::{BindGroup, Buffer};
+
+/// What the kernels that choose experts, sort rows by them, sum them up and weigh the shared one are bound to.
+pub(crate) const ROUTE: [Binding; 2] = [Read, Write];
+pub(crate) const GROUP: [Binding; 3] = [Uniform, Read, Write];
+pub(crate) const SUM: [Binding; 3] = [Read, Read, Write];
+pub(crate) const WEIGH: [Binding; 2] = [Read, Write];
+
+/// Most experts that are chosen of a row, and of which they are: a workgroup chooses, with the scores in its memory.
+pub(crate) const MOST_ROUTES: usize = 64;
+pub(crate) const MOST_EXPERTS: usize = 1024;
+
+fn kernel(shape: &Experts, stage: &'static str) -> KernelSource {
+    staged(KernelSource::default(), shape, stage)
+}
+
+fn staged(source: KernelSource, shape: &Experts, stage: &'static str) -> KernelSource {
+    (source.file(include_str!("wgsl/route.wgsl")))
+        .with("COUNT", shape.count)
+        .with("ROUTES", shape.per_token)
+        .flag("NORMALIZED", shape.normalized)
+        .flag(stage, true)
+}
+
+/// The kernel that chooses the experts of a row.
+pub(crate) fn route(shape: &Experts) -> KernelSource {
+    let source = KernelSource::new(&[include_str!("wgsl/choose.wgsl")]);
+    staged(source.with("THREADS", 64), shape, "ROUTE")
+}
+
+/// The kernel that sorts the routes of up to `rows` rows.
+pub(crate) fn group(shape: &Experts, rows: usize) -> KernelSource {
+    kernel(shape, "GROUP_ROUTES").with("LIST_AT", list_at(shape, rows))
+}
+
+/// The kernel that adds up what experts give, over rows of `hidden` values.
+pub(crate) fn sum(shape: &Experts, hidden: usize) -> KernelSource {
+    kernel(shape, "SUM_ROUTES").with("HIDDEN", hidden)
+}
+
+/// The kernel that multiplies rows of `width` values by the sigmoid of a score each.
+pub(crate) fn weigh(width: usize) -> KernelSource {
+    let source = KernelSource::new(&[include_str!("wgsl/route.wgsl")]);
+    source.with("WIDTH", width).flag("WEIGH", true)
+}
+
+/// Tiles of at most 64 routes of one expert into which those of `rows` rows fall at most.
+fn most_tiles(shape: &Experts, rows: usize) -> usize {
+    let routes = rows * shape.per_token;
+    routes / 64 + shape.count.min(routes)
+}
+
+/// Where the sorted routes of up to `rows` rows stand among the words of groups.
+fn list_at(shape: &Experts, rows: usize) -> usize {
+    1 + 3 * most_tiles(shape, rows)
+}
+
+/// Words of the groups of up to `rows` rows.
+pub(crate) fn group_words(shape: &Experts, rows: usize) -> usize {
+    list_at(shape, rows) + rows * shape.per_token
+}
+
+/// The buffers of a mixture, which all layers use.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertBuffers<'a> {
+    pub(crate) step: &'a Buffer,
+    /// `[rows, experts]`
+    pub(crate) scores: &'a Buffer,
+    /// `[rows, routes, 2]`: experts, and bits of their weights.
+    pub(crate) routes: &'a Buffer,
+    pub(crate) groups: &'a Buffer,
+    /// `[rows, hidden]`: the residual stream, and what its norm gives.
+    pub(crate) stream: &'a Buffer,
+    pub(crate) normed: &'a Buffer,
+    /// Inputs as bytes, and their scales.
+    pub(crate) rounded: &'a Buffer,
+    pub(crate) rounded_scales: &'a Buffer,
+    /// `[rows, routes, width]`
+    pub(crate) gated: &'a Buffer,
+    /// `[rows, routes, hidden]`, of prompts alone.
+    pub(crate) outputs: &'a Buffer,
+    /// Rows of a pass at most.
+    pub(crate) rows: usize,
+}
+
+/// A kernel, and what it is bound to.
+struct Bound {
+    kernel: Arc<Kernel>,
+    bound: BindGroup,
+}
+
+impl Bound {
+    fn new(gpu: &Gpu, source: &KernelSource, kinds: &[Binding], all: &[&Buffer]) -> Result<Self> {
+        Ok(Bound {
+            kernel: gpu.kernel(source, kinds)?,
+            bound: gpu.bind(kinds, all)?,
+        })
+    }
+
+    fn launch(&self, pass: &mut LaunchPass<'_>, grid: Grid) {
+        pass.launch(&self.kernel, &self.bound, grid);
+    }
+}
+
+/// A product with the experts of rows.
+struct ExpertProduct {
+    name: &'static str,
+    /// Of an expert.
+    dims: Dims,
+    /// Bytes of an expert.
+    bytes: usize,
+    step: RowProduct,
+    /// By slice.
+    prompt: Vec<Bound>,
+}
+
+impl ExpertProduct {
+    fn new(
+        gpu: &Gpu,
+        linear: &Linear,
+        row: RowOperands<'_>,
+        prompt: Operands<'_>,
+        outputs: [Outputs; 2],
+        shape: &Experts,
+        b: &ExpertBuffers<'_>,
+    ) -> Result<Self> {
+        let [of_step, of_prompt] = outputs;
+        let step = RowProduct::new(gpu, linear, row, of_step)?;
+        let bound = linear.slices.iter().map(|slice| {
+            let source = prompt_kernel(slice, linear.rounds, of_prompt)
+                .with("ROUTES", shape.per_token)
+                .with("LIST_AT", list_at(shape, b.rows))
+                .flag("EXPERTS", true)
+                .flag("SPREAD", of_prompt == Outputs::Gated);
+            let operands = prompt.buffers(slice);
+            let all = [&operands[..], &[b.groups]].concat();
+            Bound::new(gpu, &source, &EXPERTS, &all)
+        });
+        Ok(ExpertProduct {
+            name: linear.name,
+            dims: Dims::new(linear.outputs / linear.experts, linear.inputs),
+            bytes: linear.bytes() / linear.experts,
+            prompt: bound.collect::<Result<_>>()?,
+            step: step.expect("products of routed rows have kernels of single rows"),
+        })
+    }
+
+    /// Adds the product for `rows` rows; `experts` of them are read at most.
+    fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize, tiles: usize, experts: usize) {
+        let name = match rows <= STEP_ROWS {
+            true => {
+                self.step.launch(pass, rows);
+                "gemv"
+            }
+            false => {
+                let grid = Grid::new(tiles_of(self.dims.rows), tiles);
+                self.prompt.iter().for_each(|b| b.launch(pass, grid));
+                "gemm"
+            }
+        };
+        pass.ends((self.name, name, self.dims), experts * self.bytes);
+    }
+}
+
+/// The experts of a layer, in a session.
+pub(crate) struct ExpertsOp {
+    shape: Experts,
+    route: Bound,
+    group: Bound,
+    sum: Bound,
+    gate_up: ExpertProduct,
+    /// Rounds what `down` multiplies in prompts.
+    round: Option<Bound>,
+    down: ExpertProduct,
+}
+
+impl ExpertsOp {
+    /// Binds the stacks of a layer's experts, behind a norm with these gains and `eps`.
+    ///
+    /// # Errors
+    /// [`Error::Device`](nq_runtime::Error::Device), and workgroups that cannot hold the inputs of a row.
+    pub(crate) fn new(
+        gpu: &Gpu,
+        shape: &Experts,
+        stacks: [&Linear; 2],
+        norm: (&Buffer, f32),
+        b: &ExpertBuffers<'_>,
+    ) -> Result<Self> {
+        let [gate_up, down] = stacks;
+        let rounded = (b.rounded, b.rounded_scales);
+        let inputs = |linear: &Linear, x, y| {
+            let (x, x_scales) = if linear.rounds { rounded } else { (x, x) };
+            Operands {
+                step: b.step,
+                x,
+                x_scales,
+                y,
+            }
+        };
+        let row = |x, norm, y, scores: Option<_>| RowOperands {
+            step: b.step,
+            x,
+            norm,
+            y,
+            routes: Some(RoutedInputs {
+                routes: b.routes,
+                shape,
+                scores,
+                summed: scores.is_none(),
+            }),
+        };
+        let of_gate_up = row(b.stream, Some(norm), b.gated, Some(b.scores));
+        let of_down = row(b.gated, None, b.stream, None);
+        let hidden = down.outputs / down.experts;
+        let round = down.rounds.then(|| {
+            let all = [b.step, b.gated, rounded.0, rounded.1];
+            Bound::new(gpu, &round(down.inputs), &ROUND, &all)
+        });
+        Ok(ExpertsOp {
+            route: Bound::new(gpu, &route(shape), &ROUTE, &[b.scores, b.routes])?,
+            group: {
+                let all = [b.step, b.routes, b.groups];
+                Bound::new(gpu, &group(shape, b.rows), &GROUP, &all)?
+            },
+            sum: {
+                let all = [b.routes, b.outputs, b.stream];
+                Bound::new(gpu, &sum(shape, hidden), &SUM, &all)?
+            },
+            gate_up: ExpertProduct::new(
+                gpu,
+                gate_up,
+                of_gate_up,
+                inputs(gate_up, b.normed, b.gated),
+                [Outputs::Gated; 2],
+                shape,
+                b,
+            )?,
+            round: round.transpose()?,
+            down: ExpertProduct::new(
+                gpu,
+                down,
+                of_down,
+                inputs(down, b.gated, b.outputs),
+                [Outputs::Added, Outputs::Stored],
+                shape,
+                b,
+            )?,
+            shape: *shape,
+        })
+    }
+
+    /// Adds the experts of `rows` rows. In prompts, normalized rows are prepared.
+    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
+        let (shape, routes) = (&self.shape, rows * self.shape.per_token);
+        let tiles = most_tiles(shape, rows);
+        let experts = shape.count.min(routes);
+        let dims = Dims::new(1, shape.count);
+        if rows > STEP_ROWS {
+            self.route.launch(pass, Grid::new(rows, 1));
+            self.group.launch(pass, Grid::new(1, 1));
+            pass.ends(("route", "rows", dims), 0);
+        }
+        self.gate_up.launch(pass, rows, tiles, experts);
+        if rows > STEP_ROWS {
+            let round = self.round.iter();
+            round.for_each(|op| op.launch(pass, Grid::new(routes, 1)));
+        }
+        self.down.launch(pass, rows, tiles, experts);
+        if rows > STEP_ROWS {
+            self.sum.launch(pass, Grid::new(rows, 1));
+            pass.ends(("sum", "rows", dims), 0);
+        }
+    }
+}
