@@ -110,8 +110,6 @@ CLAIMS = [
      "runtime/load/tests/wgpu.rs: what_is_not_there_is_refused_by_name; kernels/wgpu/src/tests.rs: what_fails_is_named", None),
     ("docs/gpu.md", "what the adapter binds at once are cut by rows",
      "kernels/wgpu/src/tests/products.rs: weights_are_cut_where_a_binding_ends", None),
-    ("docs/gpu.md", "otherwise the first of these adapters that is a GPU, not software",
-     "runtime/load/tests/wgpu.rs: a_gpu_is_preferred_to_the_cpu_and_software_is_not", None),
     ("docs/gpu.md", "small ones of random weights have the logits and the 64 greedy tokens of the CPU",
      "runtime/load/tests/wgpu_hybrids.rs: hybrids_are_those_of_the_cpu; "
      "runtime/load/tests/wgpu_mixtures.rs: mixtures_are_those_of_the_cpu", None),

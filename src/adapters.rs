@@ -5,7 +5,7 @@ use nq_formats::adapter::{Adapter, Lora};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
-use nq_runtime::{AppliedAdapter, DeviceChoice, Engine, LoadOptions};
+use nq_runtime::{AppliedAdapter, Engine, LoadOptions};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -83,19 +83,6 @@ pub(crate) fn check_device(options: &LoadOptions) -> nq_runtime::Result<()> {
     }
 }
 
-/// Options for a model with adapters beside its weights: where they leave the device open, one that computes those.
-///
-/// # Errors
-/// As [`check_device`].
-pub(crate) fn options_beside(options: &LoadOptions) -> nq_runtime::Result<LoadOptions> {
-    check_device(options)?;
-    let device = match Device::choose(options.device)? {
-        Device::Cpu => DeviceChoice::Cpu,
-        Device::Cuda(_) | Device::Gpus(_) | Device::Wgpu(_) => options.device,
-    };
-    Ok(LoadOptions { device, ..*options })
-}
-
 /// Loads a model, with all of `beside` added to whatever it computes.
 ///
 /// # Errors
@@ -110,7 +97,8 @@ pub fn load(
     if beside.is_empty() {
         return nq_load::load(config, store, options, progress);
     }
-    let engine = nq_load::load(config, store, &options_beside(options)?, progress)?;
+    check_device(options)?;
+    let engine = nq_load::load(config, store, options, progress)?;
     self::beside(engine.as_ref(), beside)
 }
 

@@ -76,8 +76,8 @@ impl Device {
 }
 
 impl Device {
-    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU, where
-    /// [`load`](crate::load) looks for another GPU that serves the model.
+    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs,
+    /// which serve dense models only, are asked for by name.
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.

@@ -4,7 +4,7 @@
 //! next ([`nq_model::mtp`]), or an EAGLE-3 head (arXiv 2503.01840), which from its second token on reads its own.
 
 use super::device::Device;
-use super::{gpu, wgpu};
+use super::gpu;
 use nq_cpu::engine::eagle::EagleModel;
 use nq_cpu::engine::mtp::MtpModel;
 use nq_formats::eagle::EagleHead;
@@ -145,7 +145,6 @@ impl Drafts {
         let quantized = checkpoint.store().quantization().is_some();
         let rounds = options.activations == ActivationChoice::Auto;
         let on_cpu = Device::choose(options.device)? == Device::Cpu;
-        let on_cpu = on_cpu && wgpu::unasked(options).is_none();
         let writes = *checkpoint.task() == Task::Generate;
         let dense = checkpoint.config().experts.is_none();
         Ok(writes && dense && quantized && rounds && on_cpu)

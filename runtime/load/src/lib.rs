@@ -113,20 +113,7 @@ pub fn load(
         return Err(Error::no_streams("nq"));
     }
     match device {
-        Device::Cpu => {
-            if let Some(n) = wgpu::unasked(options) {
-                match wgpu::load(config, store, options, n, progress) {
-                    // What no kernel there serves, or what has no room there.
-                    Err(why @ (Error::Unsupported { .. } | Error::Device { .. })) => {
-                        progress.note(&format!(
-                            "wgpu:{n} does not run this model, the CPU does: {why}"
-                        ));
-                    }
-                    loaded => return loaded,
-                }
-            }
-            Ok(Arc::new(CpuEngine::load(config, store, options, progress)?))
-        }
+        Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
         Device::Wgpu(n) => wgpu::load(config, store, options, n, progress),
         Device::Gpus(several) => {

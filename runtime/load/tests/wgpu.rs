@@ -325,28 +325,6 @@ fn sequences_decode_together() {
     assert_eq!([0, 1, 2].map(|slot| session.len(slot)), [135, 20, 8]);
 }
 
-/// Software is asked for by name alone.
-#[test]
-fn a_gpu_is_preferred_to_the_cpu_and_software_is_not() {
-    let config = small("qwen3", 32, true);
-    let store = Store::random(&config, 1);
-    let auto = LoadOptions {
-        device: DeviceChoice::Auto,
-        ..options(EngineKind::Nq)
-    };
-    let engine = nq_load::load(&config, &store, &auto, &()).unwrap();
-    let found = &engine.description().device;
-    let on_cuda = found.starts_with("cuda");
-    let gpu = nq_load::wgpu::adapters().into_iter().find(|a| a.hardware);
-    match gpu {
-        Some(gpu) => {
-            let name = format!("wgpu:{}", gpu.ordinal);
-            assert!(found.starts_with(&name) || on_cuda, "{found}");
-        }
-        None => assert!(!found.starts_with("wgpu"), "{found}"),
-    }
-}
-
 #[test]
 fn what_is_not_there_is_refused_by_name() {
     let Some(on) = on_adapter() else { return };

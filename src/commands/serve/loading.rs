@@ -2,7 +2,7 @@
 //! their sequences.
 
 use super::ServeArgs;
-use crate::adapters::{check_device, options_beside};
+use crate::adapters::check_device;
 use crate::at_load::{self, at_load, sight};
 use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{AdapterArg, Global};
@@ -188,13 +188,9 @@ impl Loadable {
     /// # Errors
     /// [`RoomError::Short`] if it does not fit the memory.
     pub(super) fn load(&self) -> anyhow::Result<Loaded> {
+        let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         let loras = self.loras()?;
-        let options = match loras.is_empty() {
-            true => self.settings.load,
-            false => options_beside(&self.settings.load)?,
-        };
-        let options = &options;
         let mut beside = 0;
         if Device::choose(options.device)? == Device::Cpu {
             let least = self.spec(PAGE, 1);

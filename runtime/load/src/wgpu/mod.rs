@@ -1,9 +1,6 @@
 //! GPUs over Vulkan, Metal and Direct3D 12. A build without the feature `wgpu` has the same functions, which report
 //! that there is none.
 
-use nq_kernels::pages::KvType;
-use nq_runtime::interface::{DeviceChoice, DraftedBy, LoadOptions, SessionSpec};
-
 #[cfg(not(feature = "wgpu"))]
 #[path = "absent.rs"]
 mod here;
@@ -13,16 +10,6 @@ mod here;
 
 pub use here::{AdapterMeter, adapters};
 pub(crate) use here::{choose, load};
-
-/// The adapter that [`DeviceChoice::Auto`] tries where it has no CUDA: the first that is a GPU, for sessions that kernels
-/// there serve. A model that it refuses runs on the CPU.
-pub(crate) fn unasked(options: &LoadOptions) -> Option<usize> {
-    let serves =
-        |spec: &SessionSpec| spec.kv != KvType::F32 && !matches!(spec.drafts, DraftedBy::Layer(_));
-    let served = options.session.as_ref().is_none_or(serves);
-    let tries = options.device == DeviceChoice::Auto && served;
-    choose(None).ok().filter(|_| tries)
-}
 
 /// True if this build has kernels for them.
 pub const BUILT_IN: bool = cfg!(feature = "wgpu");
