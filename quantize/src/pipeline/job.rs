@@ -2,6 +2,7 @@
 
 use crate::calibration::{self, CALIBRATION_TOKENS, CalibrationSource, EVAL_TOKENS, SEQUENCE};
 use crate::device_memory::DeviceEstimate;
+use crate::drift;
 use crate::error::{Error, Result};
 use crate::groups;
 use crate::memory;
@@ -295,12 +296,25 @@ impl<'a> Job<'a> {
                 0
             },
             eval_tokens: self.eval_tokens(),
-            on_gpu: matches!(
-                Device::choose(self.options.load.device),
-                Ok(Device::Cuda(_))
-            ),
+            on_gpu: self.is_on_gpu(),
+            corrects: self.corrects(),
         };
         memory::Estimate::new(self.checkpoint, work)
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        let device = Device::choose(self.options.load.device);
+        matches!(device, Ok(Device::Cuda(_)))
+    }
+
+    /// True if weights are corrected for what the rounded layers before them change: trellises rounded by their moments,
+    /// of layers with one MLP and one stream, and beside a GPU those of small models.
+    pub(super) fn corrects(&self) -> bool {
+        let (n, length) = self.shape();
+        self.method.needs() == Needs::Hessian
+            && self.options.schemes.have_trellis()
+            && untrainable(self.config()).is_none()
+            && (!self.is_on_gpu() || drift::is_small(self.config(), n * length))
     }
 
     /// True if a missed limit leads to measuring sensitivity. A target size is kept whatever the
