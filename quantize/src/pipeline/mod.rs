@@ -27,6 +27,7 @@ mod tune;
 
 use crate::allocation;
 use crate::calibration::{CalibrationSource, Sequences};
+use crate::drift;
 use crate::error::{Error, Result};
 use crate::linalg::read_row;
 use crate::memory;
@@ -92,6 +93,7 @@ impl Job<'_> {
             "seed": o.seed,
             "tuning": o.tuning,
             "vision_8": o.vision_8,
+            "drift_corrected": self.corrects(),
         })
     }
 
@@ -319,6 +321,13 @@ impl Job<'_> {
             let (n, length) = self.shape();
             settings.insert("sequences".into(), n.into());
             settings.insert("sequence_length".into(), length.into());
+            if schemes.have_trellis() {
+                let corrected = match self.corrects() {
+                    true => drift::SHARE.into(),
+                    false => false.into(),
+                };
+                settings.insert("drift_corrected".into(), corrected);
+            }
         }
         if let Some(choices) = self.choices(state, schemes) {
             settings.insert("allocation".into(), json!(choices));

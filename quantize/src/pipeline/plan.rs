@@ -170,7 +170,12 @@ impl Job<'_> {
         }
         let calibrated = match self.method.needs() {
             Needs::Nothing => 0.0,
-            _ => pace.gather(pass(tokens(calibration))) + pace.run(pass(tokens(calibration))),
+            _ => {
+                let once =
+                    pace.gather(pass(tokens(calibration))) + pace.run(pass(tokens(calibration)));
+                // The source's layers run, too, and its inputs are multiplied by those of the others.
+                if self.corrects() { 2.0 * once } else { once }
+            }
         };
         stages.push((LAYERS, calibrated + pace.round(work.rounding)));
         stages.push((ENDS, pace.round(work.ends)));
