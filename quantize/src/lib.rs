@@ -44,6 +44,7 @@ pub mod second_order;
 mod sensitivity;
 mod stages;
 mod streamed;
+mod tables;
 pub mod train;
 pub mod trellis;
 
@@ -57,7 +58,7 @@ pub use on_the_fly::{OnTheFly, draft_head, draft_head_bytes, quantize_at_load, r
 pub use pipeline::{Job, QuantizeOptions, TargetSize};
 pub use quality::QualityLimits;
 pub use recipe::Recipe;
-pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
+pub use report::{Choice, LayerReport, QuantizeReport, TableLoss, TuningReport, WorstToken};
 pub use schemes::{Codes, Schemes, group_named};
 pub use stages::Stage;
 pub use streamed::Streamed;
