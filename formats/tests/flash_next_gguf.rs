@@ -269,6 +269,22 @@ fn gguf_files_of_other_makers_are_read() {
     }
 }
 
+/// Files do not say by what recurrences gate their output.
+#[test]
+fn gates_that_files_do_not_mean_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = synth::checkpoint("m", &config(), 3).unwrap();
+    let out = dir.path().join("m.gguf");
+    let done = export(
+        &source,
+        ExportFormat::Gguf,
+        &out,
+        &ExportOptions::default(),
+        &(),
+    );
+    names(done, &["output_gate_type silu", "sigmoid"]);
+}
+
 /// In nq's own format, the table and what weighs streams are there as in the file.
 #[test]
 fn gguf_files_become_folders_of_nq() {

@@ -20,7 +20,8 @@ use nq_model::names::{
     MIX_DOWN, MIX_UP, Shape, is_kept, layer_matrix, layer_vector, parameters, stack,
 };
 use nq_model::{
-    DType, Dims, LinearKind, ModelConfig, NgramTable, RopeScaling, VectorKind, tensor_name,
+    DType, Dims, LinearKind, ModelConfig, NgramTable, OutputGate, RopeScaling, VectorKind,
+    tensor_name,
 };
 use rayon::prelude::*;
 use std::ops::Range;
@@ -119,6 +120,14 @@ pub fn export(
             path: out.into(),
             what: format!("{tables} tables of n-grams in GGUF"),
             why: "its files hold one".into(),
+        });
+    }
+    let c = checkpoint.config();
+    if c.architecture.sigmoid_gates && c.delta.is_some_and(|d| d.gate != OutputGate::Sigmoid) {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: "output_gate_type silu in GGUF".into(),
+            why: "its readers gate recurrences of these models by a sigmoid".into(),
         });
     }
     let plans = plan(checkpoint, out, options)?;
