@@ -263,19 +263,76 @@ fn flash_next_is_quantized() {
             }
         }
     }
+    // Tables of fewer bits are measured apart from the rest.
+    for (bits, most) in [("8", 1e-4), ("4", 1e-2)] {
+        let name = format!("table{bits}");
+        let args = ["quantize", &path("source"), "--out", &path(&name)];
+        let how = [
+            "--method",
+            "rtn",
+            "--bits",
+            "8",
+            "--simple",
+            "--table-bits",
+            bits,
+        ];
+        let text = ["--calib-tokens", "512", "--eval-tokens", "256"];
+        let command = [&args[..], &how, &text, &["--device", "cpu"]].concat();
+        let planned = report(home.path(), &[&command[..], &["--dry-run"]].concat());
+        let made = report(home.path(), &command);
+        assert_eq!(planned["file_bytes"], made["tensor_bytes"], "{name}");
+        let mean = |part: &str| made["table_loss"][part]["mean"].as_f64().unwrap();
+        let whole = made["quality"]["kld"]["mean"].as_f64().unwrap();
+        assert!(
+            mean("tables") > 0.0 && mean("tables") < most,
+            "{bits}: {:e}",
+            mean("tables")
+        );
+        assert!(mean("body") < 1e-4, "{bits}: {:e}", mean("body"));
+        assert!(
+            whole < 2.0 * (mean("tables") + mean("body")) + 1e-6,
+            "{bits}: {whole:e}"
+        );
+        let layers = made["layers"].as_array().unwrap();
+        let parts = layers
+            .iter()
+            .filter(|l| l["name"].as_str().unwrap().contains("shard_"));
+        assert!(parts.clone().all(|l| l["bits"].to_string() == bits));
+        assert_eq!(parts.count(), 4, "{bits}");
+        let seen = report(home.path(), &["inspect", &path(&name), "--verify"]);
+        let tensors = seen["tensors"].as_array().unwrap();
+        let codes = |t: &&Value| t["name"].as_str().unwrap().ends_with("shard_0.codes");
+        assert!(tensors.iter().any(|t| codes(&t)), "{tensors:?}");
+    }
+    let refused = nq(
+        home.path(),
+        &[
+            "quantize",
+            "demo",
+            "--table-bits",
+            "4",
+            "--out",
+            &path("no"),
+        ],
+    );
+    assert!(
+        stderr(&refused).contains("a model with a table of n-grams"),
+        "{}",
+        stderr(&refused)
+    );
     let seen = nq(home.path(), &["inspect", &path("rtn8")]);
     for part in ["3 streams", "sparse attention", "n-grams"] {
         assert!(stdout(&seen).contains(part), "{part}: {}", stdout(&seen));
     }
-    let gguf = path("m.gguf");
+    let folder = path("m-gptq");
     let refused = nq(
         home.path(),
-        &["convert", &path("source"), &gguf, "--format", "gguf"],
+        &["convert", &path("rtn8"), &folder, "--format", "gptq"],
     );
     assert!(!refused.status.success());
     let said = stderr(&refused);
     assert!(
-        said.contains("Qwen3.8-Flash-Next in another format"),
+        said.contains("Qwen3.8-Flash-Next as a folder for other programs"),
         "{said}"
     );
 }

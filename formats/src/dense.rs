@@ -6,7 +6,7 @@ use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::{Dims, FLOATS, tensor_name};
+use nq_model::{DType, Dims, FLOATS, tensor_name};
 
 /// The parameters of an unquantized checkpoint.
 pub(crate) struct DenseStore {
@@ -45,6 +45,14 @@ impl WeightStore for DenseStore {
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         self.shards.floats(name, shape)
+    }
+
+    fn fp8(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let is_fp8 = |t: Tensor| t.dtype() == DType::F8E4M3;
+        match self.shards.get(name).is_some_and(is_fp8) {
+            true => (self.shards.require(name, &[DType::F8E4M3], shape)).map(Some),
+            false => Ok(None),
+        }
     }
 
     fn integers(&self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {

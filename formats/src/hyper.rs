@@ -92,11 +92,12 @@ impl Object<'_> {
         if architecture.kinds.iter().all(|k| k.ngrams().is_none()) {
             return Ok(None);
         }
+        const TYPES: [&str; 4] = ["bfloat16", "float16", "float32", "float8_e4m3fn"];
         if let Some(kind) = self.str("ple_embedding_dtype")?
-            && !["bfloat16", "float16", "float32"].contains(&kind.as_str())
+            && !TYPES.contains(&kind.as_str())
         {
             let what = format!("ple_embedding_dtype {kind}");
-            return Err(self.unsupported(what, "nq reads tables of n-grams in 16 or 32 bits"));
+            return Err(self.unsupported(what, "nq reads tables of n-grams in floats and FP8"));
         }
         let id = |v: &Value| {
             let id = v.as_u64()?.checked_sub(1)?;
@@ -230,7 +231,7 @@ pub(crate) fn check_integers(
                 return Err(Error::Tensor {
                     path: root.into(),
                     tensor: name,
-                    expected: format!("{expected:?}, which follow from config.json"),
+                    expected: format!("{expected:?}, which follow from the configuration"),
                     found: format!("{found:?}"),
                 });
             }
@@ -240,14 +241,14 @@ pub(crate) fn check_integers(
     Ok(there)
 }
 
-/// Refuses to write a model with several streams for other programs, in whose formats nq has no place for them.
+/// Refuses to write a model with several streams as a folder for other programs, in whose formats nq has no place for them.
 pub(crate) fn refuse_export(c: &ModelConfig, out: &Path) -> Result<()> {
     match c.hyper {
         None => Ok(()),
         Some(_) => Err(Error::Unsupported {
             path: out.into(),
-            what: format!("{} in another format", c.architecture.family),
-            why: "nq writes these models by `nq quantize` alone".into(),
+            what: format!("{} as a folder for other programs", c.architecture.family),
+            why: "nq writes these models in its own format and as GGUF files".into(),
         }),
     }
 }

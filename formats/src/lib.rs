@@ -81,7 +81,7 @@ pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, HeldSize, Levels, Scales, Scheme, TwoLevel, Zeros};
 pub use shard::Shard;
 pub use store::{Overlay, TensorEntry, WeightStore};
-pub use stored::StoredWeight;
+pub use stored::{Fp8Rows, StoredWeight};
 pub use task::Task;
 pub use tensor::Tensor;
 pub use trellis::{TrellisScheme, TrellisWeight};

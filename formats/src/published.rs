@@ -5,11 +5,13 @@
 use crate::error::{Error, Result};
 use crate::scheme::Scheme;
 use crate::store::{OWN_FORMAT, Overlay, WeightStore};
-use crate::stored::StoredWeight;
+use crate::stored::{Fp8Rows, StoredWeight};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::names::{is_less_one, layer_matrix, layer_vector};
-use nq_model::{Architecture, Delta, Dims, LinearKind, ModelConfig, VectorKind, tensor_name};
+use nq_model::names::{is_less_one, layer_matrix, layer_vector, split_layer};
+use nq_model::{
+    Architecture, Delta, Dims, LinearKind, ModelConfig, NgramTable, VectorKind, tensor_name,
+};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
@@ -99,6 +101,30 @@ impl Published {
         })
     }
 
+    /// The part `name` of a table of n-grams, if files have it in FP8.
+    fn fp8_table(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Option<Fp8Rows>> {
+        let of_table = split_layer(name).filter(|_| NgramTable::part_of(name).is_some());
+        let Some((layer, _)) = of_table else {
+            return Ok(None);
+        };
+        let Some(codes) = self.inner.fp8(&tensor_name(name), &[rows, cols])? else {
+            return Ok(None);
+        };
+        let scale_name = NgramTable::scale_name(layer);
+        let scale = self.inner.tensor(&scale_name, &[1])?;
+        let error = |found: String| Error::Tensor {
+            path: self.root.clone(),
+            tensor: scale_name.clone(),
+            expected: "the scale of a table in FP8, a finite number".into(),
+            found,
+        };
+        let scale = scale.ok_or_else(|| error("no such tensor".into()))?;
+        match scale.to_f32()?[0] {
+            scale if scale.is_finite() => Ok(Some(Fp8Rows::new(codes, scale))),
+            scale => Err(error(scale.to_string())),
+        }
+    }
+
     fn matrix_part(&self, part: &FusedPart, cols: usize) -> Result<Weight> {
         let whole = self.inner.matrix(&part.fused, Dims::new(part.rows, cols))?;
         let piece = |&(first, rows): &(usize, usize)| whole.rows(first..first + rows);
@@ -164,10 +190,30 @@ impl Overlay for Published {
     }
 
     fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
-        match self.part(name) {
-            None => self.inner.matrix(name, dims),
-            Some(part) => self.matrix_part(&part, dims.cols),
+        match (self.part(name), self.fp8_table(name, dims)?) {
+            (Some(part), _) => self.matrix_part(&part, dims.cols),
+            (None, Some(table)) => table.to_bf16(),
+            (None, None) => self.inner.matrix(name, dims),
         }
+    }
+
+    fn rows(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        match self.fp8_table(name, dims)? {
+            Some(table) => Ok(StoredWeight::Fp8(table)),
+            None => self.inner.rows(name, dims),
+        }
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        let of_table = split_layer(name).filter(|_| NgramTable::part_of(name).is_some());
+        // Of no shape: an error says that there is such a tensor of another.
+        let is_fp8 =
+            |_: &(usize, &str)| !matches!(self.inner.fp8(&tensor_name(name), &[]), Ok(None));
+        let scale = of_table
+            .filter(is_fp8)
+            .map(|(layer, _)| NgramTable::scale_name(layer));
+        let of_files = self.inner.sources(&self.inner_name(name)).into_iter();
+        of_files.chain(scale).collect()
     }
 
     fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
@@ -178,25 +224,26 @@ impl Overlay for Published {
     }
 
     fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
-        match self.part(name) {
-            None => self.inner.matrix_in_codes(name, dims),
-            Some(part) => self.matrix_part(&part, dims.cols),
+        match (self.part(name), self.fp8_table(name, dims)?) {
+            (Some(part), _) => self.matrix_part(&part, dims.cols),
+            (None, Some(table)) => table.to_bf16(),
+            (None, None) => self.inner.matrix_in_codes(name, dims),
         }
     }
 
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
-        match self.part(name) {
-            None => self.inner.matrix_in_levels(name, dims),
-            Some(part) => self.matrix_part(&part, dims.cols),
+        match (self.part(name), self.fp8_table(name, dims)?) {
+            (Some(part), _) => self.matrix_part(&part, dims.cols),
+            (None, Some(table)) => table.to_bf16(),
+            (None, None) => self.inner.matrix_in_levels(name, dims),
         }
     }
 
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
-        match self.part(name) {
-            None => self.inner.stored(name, dims),
-            Some(part) => self
-                .matrix_part(&part, dims.cols)
-                .map(StoredWeight::Canonical),
+        match (self.part(name), self.fp8_table(name, dims)?) {
+            (Some(part), _) => (self.matrix_part(&part, dims.cols)).map(StoredWeight::Canonical),
+            (None, Some(table)) => Ok(StoredWeight::Fp8(table)),
+            (None, None) => self.inner.stored(name, dims),
         }
     }
 

@@ -124,6 +124,23 @@ pub trait WeightStore: Send + Sync {
         self.matrix(name, dims).map(StoredWeight::Canonical)
     }
 
+    /// A matrix of which single rows are going to be read: in the bits of its file, of which no more is read than the rows.
+    ///
+    /// # Errors
+    /// As [`WeightStore::matrix`].
+    fn rows(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        self.stored(name, dims)
+    }
+
+    /// The tensor with exactly this name in the files, if it is of FP8 (e4m3), which must have this shape.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] if it has another shape.
+    fn fp8(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let _ = (name, shape);
+        Ok(None)
+    }
+
     /// Names of the stored tensors that the parameter `name` is read from, as [`WeightStore::entries`] lists
     /// them; some may be absent. A stored tensor that no parameter names is left over.
     fn sources(&self, name: &str) -> Vec<String> {
@@ -208,6 +225,8 @@ overlay! {
         s.inner().experts(name, shape, exactly)
     };
     stored(name: &str, dims: Dims) -> Result<StoredWeight> = |s| s.matrix(name, dims).map(StoredWeight::Canonical);
+    rows(name: &str, dims: Dims) -> Result<StoredWeight> = |s| s.inner().rows(&s.inner_name(name), dims);
+    fp8(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().fp8(name, shape);
     sources(name: &str) -> Vec<String> = |s| s.inner().sources(&s.inner_name(name));
     exactness(name: &str) -> Exactness = |s| s.inner().exactness(&s.inner_name(name));
     is_bare() -> bool = |s| s.inner().is_bare();

@@ -24,7 +24,7 @@ use nq_model::names::{
     Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, split_layer, stack,
     tensor_name,
 };
-use nq_model::{Architecture, DType, Dims, ModelConfig, VectorKind};
+use nq_model::{Architecture, DType, Dims, ModelConfig, NgramTable, VectorKind};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -173,7 +173,7 @@ fn checkpoint_of(
             .collect(),
         seed,
         scheme_of,
-        stacks: Mutex::default(),
+        shared: Mutex::default(),
     };
     let store = Published::over(Box::new(store), config, Form::HuggingFace, label.into());
     Ok(Checkpoint::new(
@@ -212,17 +212,18 @@ struct RandomStore {
     parameters: BTreeMap<String, Shape>,
     seed: u64,
     scheme_of: SchemeOf,
-    /// Large stacks of experts, by their name within a layer.
-    stacks: Mutex<Vec<(String, QuantizedWeight)>>,
+    /// Matrices that are the same in several places, by their name without its place.
+    shared: Mutex<Vec<(String, Weight)>>,
 }
 
-/// Stacks of so many weights are drawn once for all layers: drawing them takes longer than packing them.
-const LARGE_STACK: usize = 1 << 26;
+/// Stacks of experts of so many weights are drawn once for all layers, as drawing them takes longer than packing them; and
+/// parts of tables of n-grams once for all parts, which together are larger than memory.
+pub const LARGE: usize = 1 << 26;
 
 impl RandomStore {
     /// The random weight `name` of this scheme.
     fn quantized(&self, name: &str, dims: Dims, scheme: Scheme) -> Result<Weight> {
-        let drawn = |name: &str| match scheme {
+        let drawn = match scheme {
             Scheme::Affine(scheme) => {
                 random_quantized(self.seed, name, dims, scheme).map(QuantizedWeight::Affine)
             }
@@ -231,22 +232,37 @@ impl RandomStore {
             }
             Scheme::Exl3(_) => unreachable!("no recipe has EXL3"),
         };
-        let large = stack(name).is_some() && dims.rows * dims.cols >= LARGE_STACK;
-        let Some((_, suffix)) = split_layer(name).filter(|_| large) else {
-            return drawn(name).map(Weight::Quantized);
+        drawn.map(Weight::Quantized)
+    }
+
+    /// The matrix that `draw` makes for a name: that of `name`, or of several places one for all.
+    fn shared(
+        &self,
+        name: &str,
+        dims: Dims,
+        scheme: Option<Scheme>,
+        draw: impl Fn(&str) -> Result<Weight>,
+    ) -> Result<Weight> {
+        let table = NgramTable::part_of(name).map(|_| "table");
+        let of_experts = stack(name).filter(|_| scheme.is_some());
+        let of_experts = of_experts.and_then(|_| Some(split_layer(name)?.1));
+        let Some(common) = table.or(of_experts).filter(|_| dims.elements() >= LARGE) else {
+            return draw(name);
         };
-        let mut stacks = self.stacks.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut same = stacks.iter();
-        let found = same.find(|(name, weight)| name == suffix && weight.scheme() == scheme);
-        let weight = match found {
-            Some((_, weight)) => weight.clone(),
-            None => {
-                let weight = drawn(suffix)?;
-                stacks.push((suffix.into(), weight.clone()));
-                weight
-            }
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_scheme = |w: &Weight| match w {
+            Weight::Dense(_) => None,
+            Weight::Quantized(q) => Some(q.scheme()),
         };
-        Ok(Weight::Quantized(weight))
+        let mut same = shared.iter();
+        let found =
+            same.find(|(name, w)| name == common && of_scheme(w) == scheme && w.dims() == dims);
+        if let Some((_, weight)) = found {
+            return Ok(weight.clone());
+        }
+        let weight = draw(common)?;
+        shared.push((common.into(), weight.clone()));
+        Ok(weight)
     }
 
     /// The parameter `name` in files of the model.
@@ -329,7 +345,9 @@ impl WeightStore for RandomStore {
     fn matrix(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
         let shape = Shape::Matrix(rows, cols);
         self.check(name, shape)?;
-        Ok(match (self.scheme_of)(name) {
+        let scheme = (self.scheme_of)(name);
+        self.shared(name, Dims::new(rows, cols), scheme, |name| match scheme {
+            Some(scheme) => self.quantized(name, Dims::new(rows, cols), scheme),
             None => {
                 let tensors = match stack(name) {
                     Some(_) => tensors_of(name, shape, &self.config),
@@ -338,11 +356,10 @@ impl WeightStore for RandomStore {
                 let drawn =
                     |(name, shape): &(String, Shape)| Weight::Dense(self.drawn(name, shape.dims()));
                 match tensors.as_slice() {
-                    [one] => drawn(one),
-                    experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>())?,
+                    [one] => Ok(drawn(one)),
+                    experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>()),
                 }
             }
-            Some(scheme) => self.quantized(name, Dims::new(rows, cols), scheme)?,
         })
     }
 

@@ -3,14 +3,15 @@
 use crate::common::names;
 use crate::hybrids::{tensors, write};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
-use nq_formats::{Checkpoint, Tensor, synth};
-use nq_model::{DType, ModelConfig, NgramTable};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Group, StoredWeight, Tensor, Zeros, synth};
+use nq_model::names::is_layer_linear;
+use nq_model::{DType, Dims, ModelConfig, NgramTable};
 use nq_testkit::models::tiny;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-fn config() -> ModelConfig {
+pub(crate) fn config() -> ModelConfig {
     ModelConfig {
         num_hidden_layers: 4,
         dtype: Some(DType::BF16),
@@ -28,7 +29,7 @@ fn folder() -> (tempfile::TempDir, Value) {
 }
 
 /// A tensor of 64-bit integers.
-fn integers(values: &[u64]) -> Tensor {
+pub(crate) fn integers(values: &[u64]) -> Tensor {
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     Tensor::new(DType::I64, vec![values.len()], bytes.into()).unwrap()
 }
@@ -172,8 +173,8 @@ fn what_cannot_be_is_named() {
         ),
         (
             "ple_embedding_dtype",
-            json!("float8_e4m3fn"),
-            ["ple_embedding_dtype float8_e4m3fn", "16 or 32"],
+            json!("float8_e5m2"),
+            ["ple_embedding_dtype float8_e5m2", "floats and FP8"],
         ),
         ("ngram_size", json!(1), ["ngram_size", "2 to 16"]),
         (
@@ -226,22 +227,84 @@ fn what_cannot_be_is_named() {
     let others = vec![(name.clone(), integers(&factors))];
     names(
         open(&root, &good, others),
-        &[&name, "follow from config.json"],
+        &[&name, "follow from the configuration"],
     );
     let short = vec![(name.clone(), integers(&factors[..2]))];
     names(open(&root, &good, short), &[&name, "I64 [3]", "I64 [2]"]);
 }
 
+/// Tables of FP8 have one scale; their rows are read without the others.
 #[test]
-fn other_formats_are_refused_by_name() {
-    let (dir, _) = folder();
-    let checkpoint = Checkpoint::open(&dir.path().join("m")).unwrap();
-    for format in [ExportFormat::Gguf, ExportFormat::Nq] {
+fn tables_of_fp8_are_read() {
+    let (dir, good) = folder();
+    let root = dir.path().join("m");
+    let scale_name = NgramTable::scale_name(0);
+    let is_part = |name: &str| {
+        nq_model::parameter_of(name)
+            .and_then(NgramTable::part_of)
+            .is_some()
+    };
+    let with = |scale: Option<f32>, fp8: bool| {
+        let mut json = good.clone();
+        json["ple_embedding_dtype"] = "float8_e4m3fn".into();
+        let mut all = tensors(&root);
+        for (_, t) in all.iter_mut().filter(|(name, _)| fp8 && is_part(name)) {
+            // All codes but NaN.
+            let codes = (0..t.shape().iter().product::<usize>()).map(|i| (i % 0x7f) as u8);
+            *t = Tensor::new(DType::F8E4M3, t.shape().to_vec(), codes.collect()).unwrap();
+        }
+        let scale = scale.map(|v| Tensor::from_f32(vec![1], vec![v]).unwrap());
+        all.extend(scale.map(|t| (scale_name.clone(), t)));
+        let copy = root.with_extension("copy");
+        let _ = fs::remove_dir_all(&copy);
+        write(&copy, &json, &all);
+        Checkpoint::open(&copy)
+    };
+    let checkpoint = with(Some(0.25), true).unwrap();
+    assert!(
+        checkpoint.left_over().is_empty(),
+        "{:?}",
+        checkpoint.left_over()
+    );
+    let table = config().ngrams.unwrap();
+    let (rows, cols) = (table.table_rows(0) / table.parts, table.row_width());
+    let (name, dims) = (NgramTable::part_name(0, 1), Dims::new(rows, cols));
+    let found = checkpoint.store().rows(&name, dims).unwrap();
+    assert!(
+        matches!(found, StoredWeight::Fp8(_)),
+        "{}",
+        found.scheme_name()
+    );
+    let held = checkpoint.store().matrix(&name, dims).unwrap();
+    let (mut row, mut of_held) = (vec![0.0; cols], vec![0.0; cols]);
+    found.dequantize_row(5, &mut row).unwrap();
+    let codes =
+        (5 * cols..6 * cols).map(|i| 0.25 * nq_formats::import::fp8::e4m3((i % 0x7f) as u8));
+    assert_eq!(row, codes.collect::<Vec<_>>());
+    held.dequantize_row(5, &mut of_held).unwrap();
+    assert_eq!(row, of_held); // whose three bits of mantissa bf16 has
+    names(
+        with(None, true).and_then(|c| nq_formats::nq::verify(&c)),
+        &[&scale_name, "no such tensor"],
+    );
+    names(
+        with(Some(f32::INFINITY), true).and_then(|c| nq_formats::nq::verify(&c)),
+        &[&scale_name, "inf"],
+    );
+    names(with(Some(1.0), false), &[&scale_name, "no such parameter"]);
+}
+
+#[test]
+fn folders_for_other_programs_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let scheme = |name: &str| {
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(8), Zeros::Integer);
+        is_layer_linear(name).then_some(scheme)
+    };
+    let source = synth::quantized_checkpoint("m", &config(), 3, scheme).unwrap();
+    for format in [ExportFormat::Gptq, ExportFormat::CompressedTensors] {
         let out = dir.path().join("out");
-        let done = export(&checkpoint, format, &out, &ExportOptions::default(), &());
-        names(
-            done,
-            &["Qwen3.8-Flash-Next in another format", "nq quantize"],
-        );
+        let done = export(&source, format, &out, &ExportOptions::default(), &());
+        names(done, &["Qwen3.8-Flash-Next as a folder", "GGUF"]);
     }
 }

@@ -9,6 +9,7 @@ mod experts;
 mod export_folders;
 mod export_hybrids;
 mod flash_next;
+mod flash_next_gguf;
 mod fused_experts;
 mod fuzz_smoke;
 mod gguf_blocks;

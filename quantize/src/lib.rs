@@ -45,6 +45,7 @@ pub mod second_order;
 mod sensitivity;
 mod stages;
 mod streamed;
+mod tables;
 mod tower;
 pub mod train;
 pub mod trellis;
@@ -59,7 +60,7 @@ pub use on_the_fly::{OnTheFly, draft_head, draft_head_bytes, quantize_at_load, r
 pub use pipeline::{Job, QuantizeOptions};
 pub use quality::QualityLimits;
 pub use recipe::{Recipe, TargetSize};
-pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
+pub use report::{Choice, LayerReport, QuantizeReport, TableLoss, TuningReport, WorstToken};
 pub use schemes::{Codes, Schemes, group_named};
 pub use stages::Stage;
 pub use streamed::Streamed;

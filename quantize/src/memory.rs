@@ -14,11 +14,11 @@ use crate::sensitivity;
 use crate::tower::tower_bytes;
 use nq_cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
 use nq_cpu::stepper_bytes;
-use nq_formats::{Checkpoint, Scheme, Weight};
+use nq_formats::{Checkpoint, Scheme, StoredWeight, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_model::names::{self, EMBEDDING, Shape};
-use nq_model::{DType, Dims, ModelConfig, Product};
+use nq_model::{DType, Dims, ModelConfig, NgramTable, Product};
 use nq_runtime::weights::Kinds;
 use nq_runtime::{KvType, LayerWeights, SessionSpec};
 use serde::Serialize;
@@ -151,8 +151,18 @@ fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let _source = model(&|_| WeightKind::Dense(dtype));
     // The source's distributions are kept for two windows.
     drop((session(), a.hold(2 * 4 * scored * c.vocab_size)));
-    let _result = model(&|name| work.schemes.kind(name, dtype));
+    let result = model(&|name| work.schemes.kind(name, dtype));
     drop((session(), session()));
+    if work.schemes.tables.is_some() {
+        // The source again, with rounded tables.
+        drop(result);
+        let tables = |name: &str| match NgramTable::part_of(name) {
+            Some(_) => work.schemes.kind(name, dtype),
+            None => WeightKind::Dense(dtype),
+        };
+        let _again = model(&tables);
+        drop((session(), session()));
+    }
 }
 
 /// A model is copied to a GPU: of its weights, the largest is read and packed at a time.
@@ -187,6 +197,11 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let piece = 14 * dims.elements().min(PIECE);
     let end = dtype.size() * dims.elements() + rounded(EMBEDDING, dims);
     drop(a.hold(end + if_hessian(piece) + if_moments_here(factor_bytes(n))));
+    // A part of a table of n-grams, likewise, and its codes before they are packed.
+    for (name, dims) in nq_runtime::ngrams::parts(c).take(1) {
+        let codes = work.schemes.tables.map_or(0, |_| dims.elements());
+        drop(a.hold(dtype.size() * dims.elements() + rounded(&name, dims) + codes));
+    }
 
     let of_product = |p: &&Product| 4 * p.shares(c) * p.inputs(c).pow(2);
     let moments = products.iter().map(of_product).sum();
@@ -248,6 +263,13 @@ pub fn file_bytes(checkpoint: &Checkpoint, schemes: &Schemes) -> u64 {
     let (store, dense) = (checkpoint.store(), dense_type(checkpoint));
     let bytes = |(name, shape): (String, Shape)| match (shape, schemes.of(&name)) {
         (Shape::Matrix(out, inputs), Some(scheme)) => scheme.bytes(out, inputs),
+        // Parts of a table are read one by one, those in FP8 as bf16.
+        (Shape::Matrix(out, inputs), None) if NgramTable::part_of(&name).is_some() => {
+            match store.rows(&name, Dims::new(out, inputs)) {
+                Ok(StoredWeight::Canonical(weight)) => weight.bytes(),
+                _ => out * inputs * dense.size(),
+            }
+        }
         (Shape::Matrix(out, inputs), None) => match store.matrix(&name, Dims::new(out, inputs)) {
             Ok(weight) => weight.bytes(),
             Err(_) => out * inputs * dense.size(),
@@ -266,6 +288,7 @@ pub(crate) fn peak_rss() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schemes::table_scheme;
     use nq_formats::Bits;
     use nq_model::Preset;
 
@@ -291,5 +314,34 @@ mod tests {
         };
         assert!(peaks(true).into_iter().all(|bytes| bytes < 8 << 30));
         assert!(peaks(false)[0] > 56 << 30);
+    }
+
+    /// Of the whole shape with experts of about 3 bits, the table of n-grams, which is larger than many a memory, takes what its
+    /// rows do that a text reads.
+    #[test]
+    fn tables_of_n_grams_are_no_part_of_memory() {
+        let preset = Preset::find("qwen3.8-flash-next").expect("a published shape");
+        let config = preset.config();
+        let table = config.ngrams.clone().expect("it has one");
+        let schemes = Schemes {
+            tables: Some(table_scheme(Bits::B4, table.row_width()).into()),
+            ..Schemes::defaults(Bits::B3)
+        };
+        let kinds = |name: &str| schemes.kind(name, DType::BF16);
+        let held = |c: &ModelConfig| {
+            host_peak(|a| drop(hold_model(a, c, &kinds, WeightSource::Mapped, 4096)))
+        };
+        let without = ModelConfig {
+            ngrams: None,
+            ..config.clone()
+        };
+        let (with, without) = (held(&config), held(&without));
+        assert!((48 << 30..72 << 30).contains(&with), "{with}");
+        let parts = nq_runtime::ngrams::parts(&config);
+        let bytes: usize = parts.map(|(name, dims)| kinds(&name).bytes(dims)).sum();
+        let more = with - without;
+        assert!(8 * more < bytes as u64, "{more} of {bytes}");
+        let bits = 8.0 * bytes as f64 / (320_001_536.0 * 160.0);
+        assert!((4.5..4.75).contains(&bits), "{bits} bits");
     }
 }

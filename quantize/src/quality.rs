@@ -241,6 +241,7 @@ pub(crate) fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::Qu
         allocation: Vec::new(),
         tuning: tuning.as_ref().and_then(Tuning::report),
         self_noise: None,
+        table_loss: None,
     })
 }
 

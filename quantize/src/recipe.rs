@@ -4,7 +4,7 @@ use crate::allocation;
 use crate::error::{Error, Result};
 use crate::groups;
 use crate::mix;
-use crate::schemes::{Codes, Schemes, default_scheme, head_scheme};
+use crate::schemes::{Codes, Schemes, default_scheme, head_scheme, table_scheme};
 use crate::train::TuneOptions;
 use nq_formats::export::ExportFormat;
 use nq_formats::trellis::Code;
@@ -40,6 +40,8 @@ pub struct Recipe {
     pub head_bits: Option<u32>,
     /// 8-bit codes in the Linears of the tower that sees images.
     pub vision_8: bool,
+    /// Bits of tables of n-grams, 8 or 4; `None`: as they are.
+    pub table_bits: Option<Bits>,
     /// A size for which the schemes of all weights are chosen by measured sensitivity.
     pub target: Option<TargetSize>,
 }
@@ -55,6 +57,7 @@ impl From<Codes> for Recipe {
             zeros: None,
             head_bits: None,
             vision_8: false,
+            table_bits: None,
             target: None,
         }
     }
@@ -110,6 +113,20 @@ impl Recipe {
                 self.format.name(),
             );
         }
+        if let Some(bits) = self
+            .table_bits
+            .filter(|b| ![Bits::B4, Bits::B8].contains(b))
+        {
+            return refused(
+                "table-bits",
+                "4 or 8, or 16 for none",
+                bits.width().to_string(),
+            );
+        }
+        if self.table_bits.is_some() && self.format != ExportFormat::Nq {
+            let expected = "nq, the format in which tables of n-grams are rounded";
+            return refused("table-bits", expected, self.format.name());
+        }
         if let Some(target) = self.target {
             let what = match target {
                 TargetSize::Bytes(_) => "target-size",
@@ -135,7 +152,21 @@ impl Recipe {
     /// # Errors
     /// Those of [`Recipe::check`].
     pub fn schemes(&self, config: &ModelConfig) -> Result<(Schemes, Vec<Scheme>)> {
-        let base = self.base()?;
+        let tables = match (self.table_bits, &config.ngrams) {
+            (None, _) => None,
+            (Some(bits), Some(table)) => Some(table_scheme(bits, table.row_width()).into()),
+            (Some(_), None) => {
+                return refused(
+                    "table-bits",
+                    "a model with a table of n-grams",
+                    "one without",
+                );
+            }
+        };
+        let base = Schemes {
+            tables,
+            ..self.base()?
+        };
         match self.codes {
             Codes::Trellis(linears) => {
                 let among = |least| allocation::trellis_candidates(linears.code(), least);
@@ -316,6 +347,9 @@ impl Recipe {
         }
         if self.vision_8 {
             said += "-vision8";
+        }
+        if let Some(bits) = self.table_bits {
+            said += &format!("-table{}", bits.width());
         }
         match self.target {
             Some(TargetSize::Bytes(n)) => said += &format!("-{n}bytes"),

@@ -64,6 +64,18 @@ pub struct QuantizeReport {
     /// KL divergence of the source from itself, with keys and values in FP16 and unrounded.
     #[serde(default)]
     pub self_noise: Option<KldStats>,
+    /// The divergence by rounded tables of n-grams and that by the rest of the model, each measured without the other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub table_loss: Option<TableLoss>,
+}
+
+/// KL divergences from the source, of models of which one part alone is rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TableLoss {
+    /// With the tables of n-grams alone rounded; `None` where the source is run layer by layer, from its own files.
+    pub tables: Option<KldStats>,
+    /// With all but the tables rounded.
+    pub body: Option<KldStats>,
 }
 
 /// Summary of end-to-end tuning.

@@ -7,7 +7,7 @@ use nq_formats::trellis::{BLOCK, Code};
 use nq_formats::{AffineScheme, Bits, Exl3Scheme, Group, Scheme, TrellisScheme, Zeros, nq};
 use nq_kernels::registry::WeightKind;
 use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, is_layer_linear, parameters};
-use nq_model::{DType, Dims, LinearKind, LinearSpec, ModelConfig};
+use nq_model::{DType, Dims, LinearKind, LinearSpec, ModelConfig, NgramTable};
 use std::collections::BTreeMap;
 
 /// The schemes of a layer's Linears.
@@ -20,6 +20,8 @@ pub struct Schemes {
     pub linears: Scheme,
     /// Scheme of the embedding and the head; `None` keeps them as they are.
     pub head: Option<Scheme>,
+    /// Scheme of tables of n-grams; `None` keeps them as they are.
+    pub tables: Option<Scheme>,
     /// Schemes of single weights, by name.
     pub overrides: BTreeMap<String, Scheme>,
 }
@@ -57,12 +59,27 @@ pub const fn head_scheme(bits: Bits) -> AffineScheme {
     }
 }
 
+/// The scheme of a table of n-grams with `bits`-bit codes, whose rows are `width` wide: in groups of 32, or of whole rows
+/// where these do not fill them.
+pub(crate) fn table_scheme(bits: Bits, width: usize) -> AffineScheme {
+    let group = match width.is_multiple_of(32) {
+        true => Group::Size(32),
+        false => Group::Channel,
+    };
+    let zeros = match bits {
+        Bits::B4 => Zeros::Integer,
+        _ => Zeros::None,
+    };
+    AffineScheme::new(bits, group, zeros)
+}
+
 impl Schemes {
     /// The defaults for Linears with `bits`-bit codes, with an 8-bit head.
     pub fn defaults(bits: Bits) -> Self {
         Schemes {
             linears: default_scheme(bits).into(),
             head: Some(head_scheme(Bits::B8).into()),
+            tables: None,
             overrides: BTreeMap::new(),
         }
     }
@@ -74,6 +91,7 @@ impl Schemes {
             Schemes {
                 linears: scheme,
                 head: Some(scheme),
+                tables: None,
                 overrides: BTreeMap::new(),
             }
         };
@@ -91,13 +109,16 @@ impl Schemes {
         Schemes {
             linears: linears.into(),
             head: head.map(Scheme::from),
+            tables: None,
             overrides: BTreeMap::new(),
         }
     }
 
     /// Every scheme in it.
     pub(crate) fn all(&self) -> impl Iterator<Item = Scheme> {
-        let own = self.head.iter().chain([&self.linears]);
+        let own = (self.head.iter())
+            .chain(&self.tables)
+            .chain([&self.linears]);
         own.chain(self.overrides.values()).copied()
     }
 
@@ -123,6 +144,9 @@ impl Schemes {
 
     /// The scheme of the weight `name`; `None` if it is not quantized, as routers never are.
     pub fn of(&self, name: &str) -> Option<Scheme> {
+        if NgramTable::part_of(name).is_some() {
+            return self.tables;
+        }
         if is_kept(name) {
             return None;
         }

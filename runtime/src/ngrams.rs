@@ -2,15 +2,15 @@
 //! rows that texts need are read.
 
 use crate::error::Result;
-use nq_formats::{Weight, WeightStore};
+use nq_formats::{StoredWeight, WeightStore};
 use nq_model::{Dims, ModelConfig, NgramHash, NgramTable, Shape};
 
-/// The table of one layer, as it lies in files.
+/// The table of one layer, in the bits of its files.
 #[derive(Clone, Debug)]
 pub struct NgramRows {
     hash: NgramHash,
     /// `[rows, row_width]` each, one behind another.
-    parts: Vec<Weight>,
+    parts: Vec<StoredWeight>,
 }
 
 impl NgramRows {
@@ -25,7 +25,7 @@ impl NgramRows {
         };
         let rows = table.table_rows(place) / table.parts;
         let dims = Dims::new(rows, table.row_width());
-        let part = |part| Ok(store.matrix(&NgramTable::part_name(layer, part), dims)?);
+        let part = |part| Ok(store.rows(&NgramTable::part_name(layer, part), dims)?);
         Ok(Some(NgramRows {
             hash: table.hash(place, c.vocab_size),
             parts: (0..table.parts).map(part).collect::<Result<_>>()?,
@@ -52,11 +52,6 @@ impl NgramRows {
             self.parts[row / each].dequantize_row(row % each, to)?;
         }
         Ok(())
-    }
-
-    /// Bytes of the table in files.
-    pub fn bytes(&self) -> usize {
-        self.parts.iter().map(Weight::bytes).sum()
     }
 }
 

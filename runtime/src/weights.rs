@@ -1,10 +1,12 @@
 //! Loading on any device: kinds of weights, counting them, and reporting progress.
 
 use crate::error::Result;
-use nq_formats::{HeldSize, Progress, Scheme, Unit, Weight, WeightStore, human_bytes};
+use nq_formats::{
+    HeldSize, Progress, Scheme, StoredWeight, Unit, Weight, WeightStore, human_bytes,
+};
 use nq_kernels::Activations;
 use nq_kernels::registry::WeightKind;
-use nq_model::{Dims, ModelConfig, names};
+use nq_model::{DType, Dims, ModelConfig, NgramTable, names};
 use std::collections::BTreeMap;
 
 /// Bits of one code, or of one value of an unquantized weight; those of a trellis rounded up.
@@ -33,9 +35,11 @@ pub fn weight_kinds(
     for (name, shape) in names::parameters(config) {
         if let names::Shape::Matrix(out, inputs) = shape {
             let dims = Dims::new(out, inputs);
-            let told = store.scheme_in_levels(&name).filter(|_| in_levels);
+            // Tables are read by rows, in the bits of the file, and none of them for this.
+            let table = NgramTable::part_of(&name).is_some();
+            let told = store.scheme_in_levels(&name).filter(|_| in_levels || table);
             let kind = match (in_levels, told) {
-                (true, Some(scheme)) => {
+                (_, Some(scheme)) => {
                     // A scheme that the file states apart from the weight does not say whether inputs have an order of their
                     // own: the first such weight does.
                     if ordered.is_none() && store.scheme(&name).is_some() {
@@ -44,6 +48,10 @@ pub fn weight_kinds(
                     }
                     WeightKind::in_scheme(scheme, ordered.unwrap_or(false))
                 }
+                (_, None) if table => match store.rows(&name, dims)? {
+                    StoredWeight::Canonical(weight) => WeightKind::of(&weight),
+                    _ => WeightKind::Dense(DType::F8E4M3),
+                },
                 (true, None) => WeightKind::of(&store.matrix_in_levels(&name, dims)?),
                 (false, _) => WeightKind::of(&store.matrix_in_codes(&name, dims)?),
             };

@@ -438,6 +438,7 @@ fn random(
         format!("{} of {layers} layers (random weights)", preset.name)
     };
     config.num_hidden_layers = layers;
+    config.ngrams = config.ngrams.and_then(|table| table.within(layers));
     let Some(codes) = codes else {
         let checkpoint = synth::checkpoint(&name, &config, seed)?;
         let codes = nq::called_in(&checkpoint)?;

@@ -1,6 +1,6 @@
 //! A row of the table of architectures.
 
-use super::dimensions::{Delta, Experts, RopeScaling};
+use super::dimensions::{Delta, Experts, HyperShape, IndexerShape, RopeScaling};
 use super::layer::{LayerSpec, LinearSpec, Parameter};
 use super::shape::ModelConfig;
 use std::fmt;
@@ -149,6 +149,7 @@ pub struct Preset {
     pub(super) intermediate: usize,
     pub(super) experts: Option<Experts>,
     pub(super) delta: Option<Delta>,
+    pub(super) streams: Option<StreamsPreset>,
     pub(super) layers: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
@@ -160,4 +161,15 @@ pub struct Preset {
     pub(super) scaling: RopeScaling,
     pub(super) tied: bool,
     pub(super) eos: &'static [u32],
+}
+
+/// What a published model has whose residual has several streams.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct StreamsPreset {
+    pub(super) hyper: HyperShape,
+    pub(super) indexer: IndexerShape,
+    /// The layer with a table of n-grams, from 0.
+    pub(super) table: usize,
+    /// The token that n-grams do not reach across.
+    pub(super) end: u32,
 }

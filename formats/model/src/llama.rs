@@ -127,7 +127,7 @@ const fn stretched(factor: f64) -> RopeScaling {
 const fn llama_8b() -> Preset {
     Preset {
         name: "llama-3.1-8b", hub_id: "meta-llama/Llama-3.1-8B-Instruct", architecture: &LLAMA,
-        hidden: 4096, intermediate: 14336, experts: None, delta: None, layers: 32, heads: 32, kv_heads: 8,
+        hidden: 4096, intermediate: 14336, experts: None, delta: None, streams: None, layers: 32, heads: 32, kv_heads: 8,
         head_dim: 128, vocab: 128_256, positions: 131_072, eps: 1e-5, theta: 5e5, scaling: stretched(8.0),
         tied: false, eos: &[128_001, 128_008, 128_009],
     }

@@ -12,8 +12,12 @@ pub use crate::{Shape, expert_name, in_layer, parameter_of, tensor_name};
 pub const EMBEDDING: &str = "model.embed_tokens";
 /// Final RMSNorm `[hidden]`.
 pub const NORM: &str = "model.norm";
-/// What reads the last layer's output of a residual of several streams, in place of [`NORM`].
-pub(crate) const MIXER: &str = "model.hyper_connection_mixer";
+/// Of a residual of several streams, in place of [`NORM`]: the norm `[streams hidden]` of what reads the last layer's output.
+pub const MIX_NORM: &str = "model.hyper_connection_mixer.hc_norm";
+/// The first matrix `[rank, streams hidden]` by which it weighs the streams.
+pub const MIX_DOWN: &str = "model.hyper_connection_mixer.input_mix_weight_down";
+/// The second `[streams hidden, rank]`.
+pub const MIX_UP: &str = "model.hyper_connection_mixer.input_mix_weight_up";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
@@ -37,15 +41,9 @@ pub fn end_parameters(c: &ModelConfig) -> impl Iterator<Item = (String, Shape)> 
     let all = match c.hyper {
         None => vec![(NORM.to_owned(), Shape::Vector(h))],
         Some(hyper) => vec![
-            (format!("{MIXER}.hc_norm"), Shape::Vector(stream)),
-            (
-                format!("{MIXER}.input_mix_weight_down"),
-                Shape::Matrix(hyper.rank, stream),
-            ),
-            (
-                format!("{MIXER}.input_mix_weight_up"),
-                Shape::Matrix(stream, hyper.rank),
-            ),
+            (MIX_NORM.to_owned(), Shape::Vector(stream)),
+            (MIX_DOWN.to_owned(), Shape::Matrix(hyper.rank, stream)),
+            (MIX_UP.to_owned(), Shape::Matrix(stream, hyper.rank)),
         ],
     };
     all.into_iter()
@@ -124,8 +122,8 @@ pub fn in_experts(name: &str) -> Option<(&str, &str)> {
 pub fn is_kept(name: &str) -> bool {
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut kept = kinds.flat_map(LayerSpec::kept);
-    name.starts_with(MIXER)
-        || NgramTable::is_part(name)
+    [MIX_DOWN, MIX_UP].contains(&name)
+        || NgramTable::part_of(name).is_some()
         || within(name).is_some_and(|suffix| kept.any(|k| k.suffix == suffix))
 }
 
@@ -139,8 +137,14 @@ pub fn layer_vector(name: &str) -> Option<&'static VectorRow> {
 
 /// True if Hugging Face files of the architecture hold the gains of this norm less 1.
 pub fn is_less_one(architecture: &Architecture, name: &str) -> bool {
-    let ends = [NORM, mtp::EMBEDDING_NORM, mtp::HIDDEN_NORM, mtp::NORM];
-    if ends.contains(&name) || name.starts_with(MIXER) {
+    let ends = [
+        NORM,
+        MIX_NORM,
+        mtp::EMBEDDING_NORM,
+        mtp::HIDDEN_NORM,
+        mtp::NORM,
+    ];
+    if ends.contains(&name) {
         return architecture.norm_less_one;
     }
     let mut norms = architecture.kinds.iter().flat_map(LayerSpec::norms);

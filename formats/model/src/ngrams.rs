@@ -46,6 +46,29 @@ pub struct NgramHash {
 }
 
 impl NgramTable {
+    /// The table of published models: of layer `layer`, whose rows for a token are `width` wide together, and texts that
+    /// `end` ends.
+    pub(crate) fn published(layer: usize, width: usize, end: u32) -> Self {
+        NgramTable {
+            layers: vec![layer],
+            width,
+            taps: 4,
+            longest: 3,
+            heads_per_length: 8,
+            least_rows: 20_000_000,
+            multiple: 128,
+            parts: 128,
+            seed: 1234,
+            end,
+        }
+    }
+
+    /// The tables of a model that has the first `layers` layers alone; `None` if none is in these.
+    pub fn within(mut self, layers: usize) -> Option<Self> {
+        self.layers.retain(|&layer| layer < layers);
+        (!self.layers.is_empty()).then_some(self)
+    }
+
     /// Rows of the table that belong to a token.
     pub fn heads(&self) -> usize {
         (self.longest - 1) * self.heads_per_length
@@ -109,9 +132,15 @@ impl NgramTable {
         in_layer(layer, &format!("{PART}{part}"))
     }
 
-    /// True for the name of a part of a table.
-    pub fn is_part(name: &str) -> bool {
-        crate::names::split_layer(name).is_some_and(|(_, suffix)| suffix.starts_with(PART))
+    /// The name of the tensor that files keep the scale of the values of layer `layer`'s table in, if these are FP8.
+    pub fn scale_name(layer: usize) -> String {
+        in_layer(layer, "ple.ple_embedding.ngram_embedding.weight_scale")
+    }
+
+    /// The number of the part of a table that this is the name of.
+    pub fn part_of(name: &str) -> Option<usize> {
+        let (_, suffix) = crate::names::split_layer(name)?;
+        suffix.strip_prefix(PART)?.parse().ok()
     }
 
     /// The name within a layer of the integers that files keep of `what` ([`NgramHash`]).
@@ -185,25 +214,9 @@ fn is_prime(n: usize) -> bool {
 mod tests {
     use super::*;
 
-    /// The published model's table.
-    fn published() -> NgramTable {
-        NgramTable {
-            layers: vec![1],
-            width: 2560,
-            taps: 4,
-            longest: 3,
-            heads_per_length: 8,
-            least_rows: 20_000_000,
-            multiple: 128,
-            parts: 128,
-            seed: 1234,
-            end: 248_044,
-        }
-    }
-
     #[test]
     fn the_published_table_has_its_factors_primes_and_parts() {
-        let table = published();
+        let table = NgramTable::published(1, 2560, 248_044);
         let hash = table.hash(0, 248_320);
         let factors = [23_703_573_157_769, 20_109_073_645_365, 8_052_911_324_071];
         assert_eq!(hash.factors, factors);
@@ -219,13 +232,14 @@ mod tests {
             "model.layers.1.ple.ple_embedding.ngram_embedding.shard_127"
         );
         assert_eq!(shape, Shape::Matrix(2_500_012, 160));
-        assert!(NgramTable::is_part(&name) && !NgramTable::is_part("model.layers.1.ple.key_proj"));
+        assert_eq!(NgramTable::part_of(&name), Some(127));
+        assert_eq!(NgramTable::part_of("model.layers.1.ple.key_proj"), None);
     }
 
     /// In pieces, the rows are those of the whole text; none depends on tokens before an end.
     #[test]
     fn rows_follow_from_the_tokens_since_the_last_end() {
-        let table = published();
+        let table = NgramTable::published(1, 2560, 248_044);
         let (hash, end) = (table.hash(0, 248_320), table.end);
         let text = [end, 7, 9, 9, end, 9, 9, 11, end, end, 5];
         let mut whole = Vec::new();

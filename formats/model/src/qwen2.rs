@@ -82,7 +82,7 @@ pub(super) static QWEN2: Architecture = Architecture {
 const fn qwen2_7b() -> Preset {
     Preset {
         name: "qwen2.5-7b", hub_id: "Qwen/Qwen2.5-7B-Instruct", architecture: &QWEN2,
-        hidden: 3584, intermediate: 18944, experts: None, delta: None, layers: 28, heads: 28, kv_heads: 4,
+        hidden: 3584, intermediate: 18944, experts: None, delta: None, streams: None, layers: 28, heads: 28, kv_heads: 4,
         head_dim: 128, vocab: 152_064, positions: 32_768, eps: 1e-6, theta: 1e6, scaling: RopeScaling::None,
         tied: false, eos: &[151_645],
     }

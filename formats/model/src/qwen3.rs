@@ -193,7 +193,7 @@ const fn experts(count: usize, width: usize) -> Option<Experts> {
 const fn qwen3_8b() -> Preset {
     Preset {
         name: "qwen3-8b", hub_id: "Qwen/Qwen3-8B", architecture: &QWEN3,
-        hidden: 4096, intermediate: 12288, experts: None, delta: None, layers: 36, heads: 32, kv_heads: 8,
+        hidden: 4096, intermediate: 12288, experts: None, delta: None, streams: None, layers: 36, heads: 32, kv_heads: 8,
         head_dim: 128, vocab: 151_936, positions: 40_960, eps: 1e-6, theta: 1e6, scaling: RopeScaling::None,
         tied: false, eos: &[151_645],
     }

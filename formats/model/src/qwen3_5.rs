@@ -233,7 +233,7 @@ const MIXTURES: &[LayerSpec] = &[
 const fn qwen3_5_27b() -> Preset {
     Preset {
         name: "qwen3.5-27b", hub_id: "Qwen/Qwen3.5-27B", architecture: &QWEN3_5,
-        hidden: 5120, intermediate: 17408, experts: None, delta: delta(48), layers: 64, heads: 24,
+        hidden: 5120, intermediate: 17408, experts: None, delta: delta(48), streams: None, layers: 64, heads: 24,
         kv_heads: 4, head_dim: 256, vocab: 248_320, positions: 262_144, eps: 1e-6, theta: 1e7,
         scaling: RopeScaling::None, tied: false, eos: &[248_046],
     }

@@ -1,7 +1,8 @@
 //! Qwen3.8-Flash-Next (transformers' `qwen4_exp`): a hybrid whose residual has several streams, with sparse attention,
 //! experts in all layers and, in some, a table of n-grams.
 
-use super::architecture::{Architecture, hybrid};
+use super::architecture::{Architecture, Preset, StreamsPreset, hybrid};
+use super::dimensions::{Delta, Experts, HyperShape, IndexerShape, OutputGate, RopeScaling};
 use super::kind::{LinearKind, NormKind, VectorKind, Width};
 use super::layer::{
     AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, HyperSpec, IndexerSpec,
@@ -128,6 +129,7 @@ const EXPERTS: BlockSpec = BlockSpec {
     }),
 };
 
+#[rustfmt::skip]
 pub(super) static QWEN4_EXP: Architecture = Architecture {
     family: "Qwen3.8-Flash-Next",
     title: "Qwen3.8-Flash-Next",
@@ -148,7 +150,23 @@ pub(super) static QWEN4_EXP: Architecture = Architecture {
     ],
     kind_of,
     sigmoid_gates: true,
-    presets: &[],
+    presets: &[Preset {
+        name: "qwen3.8-flash-next", hub_id: "Qwen/Qwen3.8-Flash-Next", architecture: &QWEN4_EXP,
+        hidden: 2560, intermediate: 640,
+        experts: Some(Experts { count: 512, per_token: 10, width: 640, normalized: true, shared: 640 }),
+        delta: Some(Delta {
+            key_heads: 16, value_heads: 48, key_dim: 128, value_dim: 128, conv: 4, interval: 4, tiled: false,
+            gate: OutputGate::Sigmoid,
+        }),
+        streams: Some(StreamsPreset {
+            hyper: HyperShape { streams: 4, rank: 320 },
+            indexer: IndexerShape { heads: 4, head_dim: 128, budget: 2048, block: 4 },
+            table: 1,
+            end: 248_044,
+        }),
+        layers: 48, heads: 24, kv_heads: 2, head_dim: 256, vocab: 248_320, positions: 262_144, eps: 1e-6, theta: 1e7,
+        scaling: RopeScaling::None, tied: false, eos: &[248_044],
+    }],
     ..QWEN3_5_MOE
 };
 
@@ -156,4 +174,28 @@ pub(super) static QWEN4_EXP: Architecture = Architecture {
 fn kind_of(c: &ModelConfig, index: usize) -> usize {
     let table = c.ngrams.as_ref().and_then(|n| n.place(index));
     if table.is_some() { 2 } else { hybrid(c, index) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As published: 125 billion parameters with 6 of them active, and 51 billion more in a table of n-grams.
+    #[test]
+    fn the_published_shape_has_its_parameters() {
+        let c = QWEN4_EXP.presets[0].config();
+        let table: usize = c
+            .ngrams
+            .iter()
+            .flat_map(|n| n.parameters())
+            .map(|(_, s)| s.elements())
+            .sum();
+        assert_eq!(table, 320_001_536 * 160);
+        let body = c.trunk_parameters() - table;
+        assert!((125.0..126.5).contains(&(body as f64 / 1e9)), "{body}");
+        let active = c.active_parameters();
+        assert!((5.5..7.0).contains(&(active as f64 / 1e9)), "{active}");
+        let tables = (0..48).filter(|&l| c.layer(l).ngrams().is_some());
+        assert_eq!(tables.collect::<Vec<_>>(), [1]);
+    }
 }

@@ -234,9 +234,9 @@ impl Preset {
             intermediate_size: self.intermediate,
             experts: self.experts,
             delta: self.delta,
-            hyper: None,
-            indexer: None,
-            ngrams: None,
+            hyper: self.streams.map(|s| s.hyper),
+            indexer: self.streams.map(|s| s.indexer),
+            ngrams: (self.streams).map(|s| NgramTable::published(s.table, self.hidden, s.end)),
             num_hidden_layers: self.layers,
             num_attention_heads: self.heads,
             num_key_value_heads: self.kv_heads,
@@ -254,7 +254,8 @@ impl Preset {
                 sections: None,
             },
             tie_word_embeddings: self.tied,
-            mtp_layers: usize::from(self.delta.is_some()),
+            // nq does not draft with a layer that reads several streams.
+            mtp_layers: usize::from(self.delta.is_some() && self.streams.is_none()),
             eos_token_ids: self.eos.to_vec(),
             dtype: Some(DType::BF16),
         }

@@ -10,15 +10,21 @@ use crate::exactness::Exactness;
 use crate::gguf::affine::{self, Blocks};
 use crate::gguf::order::{Heads, paired, pairs_of};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
-use crate::gguf::{BlockType, ROPE_FACTORS, encode, metadata, names};
+use crate::gguf::{BlockType, ROPE_FACTORS, TABLE, encode, metadata, names};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::stored::StoredWeight;
 use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
-use nq_model::names::{Shape, is_kept, layer_vector, parameters, stack};
-use nq_model::{DType, Dims, ModelConfig, RopeScaling, VectorKind, tensor_name};
+use nq_model::names::{
+    MIX_DOWN, MIX_UP, Shape, is_kept, layer_matrix, layer_vector, parameters, stack,
+};
+use nq_model::{
+    DType, Dims, LinearKind, ModelConfig, NgramTable, OutputGate, RopeScaling, VectorKind,
+    tensor_name,
+};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::path::Path;
 
 /// Elements per block of the types that canonical weights fit into.
@@ -39,8 +45,10 @@ fn for_width(kind: BlockType, cols: usize) -> BlockType {
 
 /// How a parameter is written to the file.
 pub(super) struct ParameterPlan {
-    pub(super) name: String, // Hugging Face
+    pub(super) name: String, // Hugging Face; of several that a tensor holds, the first
     pub(super) shape: Shape,
+    /// The rows that the tensor holds, if not all.
+    pub(super) rows: Option<Range<usize>>,
     pub(super) kind: BlockType,
     pub(super) how: How,
     pub(super) from: String,
@@ -101,6 +109,27 @@ pub fn export(
             why: "its readers take them to be equally wide".into(),
         });
     }
+    if let Some(tables) = checkpoint
+        .config()
+        .ngrams
+        .as_ref()
+        .map(|n| n.layers.len())
+        .filter(|n| *n > 1)
+    {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: format!("{tables} tables of n-grams in GGUF"),
+            why: "its files hold one".into(),
+        });
+    }
+    let c = checkpoint.config();
+    if c.architecture.sigmoid_gates && c.delta.is_some_and(|d| d.gate != OutputGate::Sigmoid) {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: "output_gate_type silu in GGUF".into(),
+            why: "its readers gate recurrences of these models by a sigmoid".into(),
+        });
+    }
     let plans = plan(checkpoint, out, options)?;
     let mut file = GgufPlan::new();
     let name = checkpoint.files().root();
@@ -118,16 +147,18 @@ pub fn export(
     }
     for p in &plans {
         let config = checkpoint.config();
-        let stored = names::to_gguf(config.architecture, config.num_hidden_layers, &p.name)
-            .expect("every parameter of the model has a name");
-        let conv = layer_vector(&p.name).is_some_and(|v| v.kind == VectorKind::Conv);
-        let dims = match (stack(&p.name), p.shape, config.experts, config.delta) {
+        let taps = match layer_vector(&p.name).map(|v| v.kind) {
+            Some(VectorKind::Conv) => config.delta.map(|d| d.conv),
+            Some(VectorKind::NgramConv) => config.ngrams.as_ref().map(|n| n.taps),
+            Some(VectorKind::Decay | VectorKind::TimeStep) | None => None,
+        };
+        let dims = match (stack(&p.name), p.shape, config.experts, taps) {
             (Some(_), Shape::Matrix(rows, cols), Some(e), _) => vec![e.count, rows / e.count, cols],
             (_, Shape::Matrix(1, cols), ..) => vec![cols],
-            (_, Shape::Vector(_), _, Some(d)) if conv => vec![d.channels(), d.conv],
+            (_, Shape::Vector(len), _, Some(taps)) => vec![len / taps, taps],
             _ => p.shape.dims(),
         };
-        file.add(tensor_name(&stored), p.kind, dims)?;
+        file.add(stored_name(config, p), p.kind, dims)?;
     }
     let divisors = rope_divisors(checkpoint.config());
     if let Some(divisors) = &divisors {
@@ -167,6 +198,98 @@ fn rope_divisors(c: &ModelConfig) -> Option<Vec<f32>> {
     (0..c.head_dim / 2).map(divisor).collect()
 }
 
+/// What a tensor of the file holds.
+struct Held {
+    /// The parameter, or of several the first.
+    name: String,
+    /// Of all that it holds.
+    shape: Shape,
+    /// The rows of the parameter, if not all.
+    rows: Option<Range<usize>>,
+}
+
+/// What tensors of the file hold of the parameters `all`: queries and key of an indexer apart, and a table of n-grams whole.
+fn held(c: &ModelConfig, all: Vec<(String, Shape)>) -> Vec<Held> {
+    let (indexer, parts) = (c.indexer, c.ngrams.as_ref().map_or(1, |n| n.parts));
+    let of_parameter = |(name, shape): (String, Shape)| {
+        let whole = |shape| Held {
+            name: name.clone(),
+            shape,
+            rows: None,
+        };
+        let Shape::Matrix(rows, cols) = shape else {
+            return vec![whole(shape)];
+        };
+        let kind = layer_matrix(&name).map(|l| l.kind);
+        match (NgramTable::part_of(&name), kind, indexer) {
+            (Some(0), ..) => vec![whole(Shape::Matrix(rows * parts, cols))],
+            (Some(_), ..) => Vec::new(),
+            (None, Some(LinearKind::IndexQk), Some(indexer)) => {
+                let queries = indexer.heads * indexer.head_dim;
+                let part = |held: Range<usize>| Held {
+                    name: name.clone(),
+                    shape: Shape::Matrix(held.len(), cols),
+                    rows: Some(held),
+                };
+                vec![part(0..queries), part(queries..rows)]
+            }
+            _ => vec![whole(shape)],
+        }
+    };
+    all.into_iter().flat_map(of_parameter).collect()
+}
+
+/// The parameters that hold the rows of a tensor whose first one is `name`, with their dimensions: all parts of a table.
+fn sources(c: &ModelConfig, name: &str, shape: Shape) -> Vec<(String, Dims)> {
+    let (rows, cols) = match shape {
+        Shape::Matrix(rows, cols) => (rows, cols),
+        Shape::Vector(len) => (1, len),
+    };
+    let whole = |rows| vec![(name.to_owned(), Dims::new(rows, cols))];
+    match (&c.ngrams, &c.indexer, layer_matrix(name).map(|l| l.kind)) {
+        (Some(table), ..) if NgramTable::part_of(name).is_some() => {
+            let dims = Dims::new(rows / table.parts, cols);
+            let parts = table.parameters();
+            parts.map(|(name, _)| (name, dims)).collect()
+        }
+        (_, Some(indexer), Some(LinearKind::IndexQk)) => {
+            whole((indexer.heads + 1) * indexer.head_dim)
+        }
+        _ => whole(rows),
+    }
+}
+
+/// The name of the tensor of a plan.
+fn stored_name(c: &ModelConfig, plan: &ParameterPlan) -> String {
+    if NgramTable::part_of(&plan.name).is_some() {
+        return TABLE.into();
+    }
+    let stored = names::to_gguf(c.architecture, c.num_hidden_layers, &plan.name)
+        .expect("every parameter of the model has a name");
+    let stored = tensor_name(&stored);
+    match &plan.rows {
+        None => stored,
+        Some(held) => names::index_names(&stored)[usize::from(held.start > 0)].clone(),
+    }
+}
+
+/// True for the kept matrices of models whose residual has several streams, which readers take in any type.
+fn is_of_streams(name: &str) -> bool {
+    let kinds = [
+        LinearKind::AttentionMixDown,
+        LinearKind::AttentionMixUp,
+        LinearKind::AttentionInject,
+        LinearKind::MlpMixDown,
+        LinearKind::MlpMixUp,
+        LinearKind::MlpInject,
+        LinearKind::IndexQk,
+        LinearKind::NgramKey,
+        LinearKind::NgramValue,
+    ];
+    let behind = [MIX_DOWN, MIX_UP].contains(&name) || NgramTable::part_of(name).is_some();
+    behind || layer_matrix(name).is_some_and(|l| kinds.contains(&l.kind))
+}
+
 /// Chooses every parameter's type.
 fn plan(
     checkpoint: &Checkpoint,
@@ -180,11 +303,17 @@ fn plan(
         let change = Change::Kept(Exactness::ValuesRounded(to));
         (kind, How::Encode, change)
     };
-    for (name, shape) in fused_rates(config, parameters(config)) {
+    for Held {
+        name,
+        shape,
+        rows: held,
+    } in held(config, fused_rates(config, parameters(config)))
+    {
         let Shape::Matrix(rows, cols) = shape else {
             plans.push(ParameterPlan {
                 name,
                 shape,
+                rows: held,
                 kind: BlockType::F32,
                 how: How::Encode,
                 from: String::new(),
@@ -193,18 +322,25 @@ fn plan(
             continue;
         };
         let weight = match rates_of(&name) {
-            None => store.stored(&name, Dims::new(rows, cols))?,
+            None => {
+                let (_, dims) = sources(config, &name, shape).swap_remove(0);
+                store.stored(&name, dims)?
+            }
             Some([b, _]) => store.stored(&b, Dims::new(rows / 2, cols))?,
         };
         if is_kept(&name) || rates_of(&name).is_some() {
-            // Readers of this format expect F32 here, which holds every float exactly.
+            // Readers of this format expect F32 here, which holds every float exactly, but not of several streams.
+            let own = own_type(&weight, cols).filter(|_| is_of_streams(&name));
+            let exact = (BlockType::F32, How::Encode, Exactness::Exact);
+            let (kind, how, exactness) = own.unwrap_or(exact);
             plans.push(ParameterPlan {
                 name,
                 shape,
-                kind: BlockType::F32,
-                how: How::Encode,
+                rows: held,
+                kind,
+                how,
                 from: weight.scheme_name(),
-                change: Change::Kept(Exactness::Exact),
+                change: Change::Kept(exactness),
             });
             continue;
         }
@@ -237,6 +373,7 @@ fn plan(
         plans.push(ParameterPlan {
             name,
             shape,
+            rows: held,
             kind,
             how,
             from: weight.scheme_name(),
@@ -264,6 +401,10 @@ pub(super) fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType,
     let exact = |kind, how| Some((kind, how, Exactness::Exact));
     let a = match weight {
         StoredWeight::GgufBlocks(b) => return exact(b.kind(), How::Copy),
+        StoredWeight::Fp8(_) => {
+            let rounded = Exactness::ValuesRounded(DType::BF16);
+            return Some((BlockType::BF16, How::Encode, rounded));
+        }
         StoredWeight::Canonical(Weight::Dense(t)) => {
             return match t.dtype() {
                 DType::F32 => exact(BlockType::F32, How::Copy),
@@ -490,55 +631,59 @@ fn write_rows(
         return write_rates(checkpoint, names, Dims::new(rows, cols), sink);
     }
     let heads = columns_of(checkpoint.config(), &plan.name);
+    let row_bytes = (tensor.bytes() / rows as u64) as usize;
     // Each row's bytes, whose blocks are within heads.
-    let mut ordered = |bytes: &[u8]| match &heads {
+    let ordered = |bytes: &[u8], sink: &mut dyn FnMut(&[u8]) -> Result<()>| match &heads {
         None => sink(bytes),
         Some(heads) => {
             let unit = |row: &[u8]| heads.tiled_bytes(row, cols);
-            let rows: Vec<u8> = bytes
-                .chunks_exact(bytes.len() / rows.max(1))
-                .flat_map(unit)
-                .collect();
+            let rows: Vec<u8> = bytes.chunks_exact(row_bytes).flat_map(unit).collect();
             sink(&rows)
         }
     };
-    let weight = checkpoint
-        .store()
-        .stored(&plan.name, Dims::new(rows, cols))?;
-    let row_bytes = (tensor.bytes() / rows as u64) as usize;
-    let wrap = |e: Error| e.in_tensor(checkpoint.files().root(), &plan.name);
-    match (plan.how, &weight) {
-        (How::Copy, StoredWeight::GgufBlocks(b)) => ordered(b.data()),
-        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => ordered(t.data()),
-        (How::Repack, StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a)))) => {
-            let blocks = Blocks::new(a, plan.kind);
-            let mut bytes = vec![0u8; rows * row_bytes];
-            bytes
-                .par_chunks_mut(row_bytes)
-                .enumerate()
-                .for_each(|(row, out)| blocks.row(row, out));
-            ordered(&bytes)
-        }
-        _ => {
-            let step = (CHUNK / cols).max(1);
-            for start in (0..rows).step_by(step) {
-                let encode = |row| -> Result<Vec<u8>> {
-                    let mut values = vec![0f32; cols];
-                    weight.dequantize_row(row, &mut values)?;
-                    if let Some(heads) = &heads {
-                        values = heads.tiled(&values, 1);
+    for (name, dims) in sources(checkpoint.config(), &plan.name, plan.shape) {
+        let weight = checkpoint.store().stored(&name, dims)?;
+        let wrap = |e: Error| e.in_tensor(checkpoint.files().root(), &name);
+        let held = plan.rows.clone().unwrap_or(0..dims.rows);
+        let bytes = held.start * row_bytes..held.end * row_bytes;
+        match (plan.how, &weight) {
+            (How::Copy, StoredWeight::GgufBlocks(b)) => ordered(&b.data()[bytes], sink)?,
+            (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => {
+                ordered(&t.data()[bytes], sink)?
+            }
+            (
+                How::Repack,
+                StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))),
+            ) => {
+                let blocks = Blocks::new(a, plan.kind);
+                let mut bytes = vec![0u8; held.len() * row_bytes];
+                bytes
+                    .par_chunks_mut(row_bytes)
+                    .zip(held)
+                    .for_each(|(out, row)| blocks.row(row, out));
+                ordered(&bytes, sink)?;
+            }
+            _ => {
+                let step = (CHUNK / cols).max(1);
+                for start in held.clone().step_by(step) {
+                    let encode = |row| -> Result<Vec<u8>> {
+                        let mut values = vec![0f32; cols];
+                        weight.dequantize_row(row, &mut values)?;
+                        if let Some(heads) = &heads {
+                            values = heads.tiled(&values, 1);
+                        }
+                        let mut out = Vec::with_capacity(row_bytes);
+                        encode::encode_row(plan.kind, &values, &mut out)?;
+                        Ok(out)
+                    };
+                    let end = (start + step).min(held.end);
+                    let rows: Result<Vec<_>> = (start..end).into_par_iter().map(encode).collect();
+                    for row in rows.map_err(wrap)? {
+                        sink(&row)?;
                     }
-                    let mut out = Vec::with_capacity(row_bytes);
-                    encode::encode_row(plan.kind, &values, &mut out)?;
-                    Ok(out)
-                };
-                let end = (start + step).min(rows);
-                let rows: Result<Vec<_>> = (start..end).into_par_iter().map(encode).collect();
-                for row in rows.map_err(wrap)? {
-                    sink(&row)?;
                 }
             }
-            Ok(())
         }
     }
+    Ok(())
 }

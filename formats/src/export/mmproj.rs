@@ -80,6 +80,7 @@ pub(super) fn export(
         plans.push(ParameterPlan {
             name,
             shape,
+            rows: None,
             kind,
             how,
             from: String::new(),

@@ -48,7 +48,9 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
-    hyper::refuse_export(checkpoint.config(), out)?;
+    if format.packing().is_some() {
+        hyper::refuse_export(checkpoint.config(), out)?;
+    }
     check_destination(out, format.form(), options.force)?;
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);

@@ -10,7 +10,7 @@ use crate::progress::Progress;
 use crate::store::WeightStore;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
+use nq_model::names::{EMBEDDING, HEAD, Shape, end_parameters, layer_parameters, parameters};
 use nq_model::{Dims, mtp};
 use serde_json::json;
 use std::path::Path;
@@ -58,7 +58,10 @@ pub fn export(
         let names = layer_parameters(config, layer).collect();
         stage(&format!("layer-{layer:05}"), names)?;
     }
-    stage("norm", outside(NORM))?;
+    for part in config.ngrams.iter().flat_map(|n| n.parameters()) {
+        stage(&format!("table-{}", part.0), vec![part])?;
+    }
+    stage("norm", end_parameters(config).collect())?;
     if !config.tie_word_embeddings {
         stage("head", outside(HEAD))?;
     }

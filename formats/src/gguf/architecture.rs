@@ -18,10 +18,6 @@ pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     };
     match nq_model::find(|a| a.gguf, architecture) {
         None => Err(unsupported(nq_model::supported(|a| a.gguf))),
-        Some(a) if a.has_streams() => Err(unsupported(format!(
-            "nq reads {} models from folders of safetensors alone",
-            a.title
-        ))),
         Some(a) => Ok(a),
     }
 }

@@ -1,6 +1,7 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
 use super::file::GgufFile;
+use super::hyper;
 use super::metadata::DEEPSTACK_LAYERS;
 use super::names::ROPE_FACTORS;
 use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
@@ -52,17 +53,28 @@ pub(super) fn labels(
     labels.iter().map(id).collect()
 }
 
-/// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
-/// `tied` says that there is no `output.weight`, `factors` are the divisors of the rotary frequencies if the
-/// file has them.
+/// What a configuration needs to know of the tensors of a file.
+pub(super) struct Tensors<'a> {
+    /// The type of `token_embd.weight`.
+    pub(super) embedding: BlockType,
+    /// The rows of `token_embd.weight`.
+    pub(super) vocab: usize,
+    /// True if there is no `output.weight`.
+    pub(super) tied: bool,
+    /// The divisors of the rotary frequencies, if there are any.
+    pub(super) factors: Option<Vec<f32>>,
+    /// The shape of a table of n-grams, if there is one.
+    pub(super) table: Option<&'a [usize]>,
+}
+
+/// The object of `config.json`.
 ///
 /// # Errors
 /// [`Error::Malformed`], naming a key that is absent, has another type, or contradicts others.
 pub(super) fn config(
     file: &GgufFile,
     architecture: &Architecture,
-    (kind, shape): (BlockType, &[usize]),
-    (tied, factors): (bool, Option<&[f32]>),
+    tensors: &Tensors<'_>,
     vocabulary: &Vocabulary<'_>,
 ) -> Result<Map<String, Value>> {
     let key = |name: &str| format!("{}.{name}", architecture.gguf);
@@ -97,7 +109,7 @@ pub(super) fn config(
             head_dim / architecture.rotary_parts as u64
         }
     };
-    let rows = shape.first().copied().unwrap_or(0) as u64;
+    let rows = tensors.vocab as u64;
     equal("vocab_size", rows)?;
     if vocabulary.len() as u64 != rows {
         let expected = format!("{rows} tokens, the rows of token_embd.weight");
@@ -122,8 +134,9 @@ pub(super) fn config(
         (BlockType::F16, "float16"),
         (BlockType::BF16, "bfloat16"),
     ];
-    let dtype = dtype.iter().find(|(t, _)| *t == kind).map(|(_, name)| name);
-    let mut stretch = match factors {
+    let dtype = dtype.iter().find(|(t, _)| *t == tensors.embedding);
+    let dtype = dtype.map(|(_, name)| name);
+    let mut stretch = match &tensors.factors {
         None => rope_scaling(file, key)?,
         Some(factors) => llama3(file, factors, theta, head_dim)?,
     };
@@ -147,7 +160,7 @@ pub(super) fn config(
         "rms_norm_eps": decimal(eps),
         "rope_scaling": stretch,
         "rope_theta": decimal(theta),
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tensors.tied,
         "torch_dtype": dtype,
         "use_sliding_window": false,
         "vocab_size": rows,
@@ -177,6 +190,9 @@ pub(super) fn config(
         config.insert("partial_rotary_factor".into(), part.into());
         delta(file, architecture, &mut config)?;
         config.entry(mtp::LAYERS_KEY).or_insert(0.into());
+    }
+    if architecture.has_streams() {
+        hyper::config(file, architecture, tensors.table, &mut config)?;
     }
     Ok(config)
 }
@@ -385,12 +401,13 @@ pub(super) fn left_over(file: &GgufFile, architecture: &Architecture) -> Vec<Lef
             .strip_prefix(architecture.gguf)
             .and_then(|k| k.strip_prefix('.'));
         let in_table = |k| CONFIG.iter().any(|key| key.gguf.name() == Some(k));
-        own.is_some_and(|k| READ.contains(&k) || in_table(k))
+        own.is_some_and(|k| READ.contains(&k) || hyper::READ.contains(&k) || in_table(k))
             || OTHERS.iter().any(|prefix| key.starts_with(prefix))
     };
     let unknown = file.metadata().keys().filter(|key| !known(key));
     unknown
         .map(|key| LeftOver::new(format!("metadata: {key}"), UNKNOWN))
+        .chain(hyper::left_over(file, architecture))
         .collect()
 }
 

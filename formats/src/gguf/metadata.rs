@@ -1,6 +1,7 @@
 //! Builds a GGUF file's metadata from a checkpoint's configuration, tokenizer and chat template.
 
 use super::architecture::LAST_TOKEN;
+use super::hyper;
 use super::tokenizer::{ADD_END, CHAT_TEMPLATE, DEFAULT, Pre, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
@@ -67,6 +68,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
             plan.set(key(name), n as u32); // dimensions are below 2^28
         }
     }
+    hyper::describe(plan, c);
     if matches!(checkpoint.task(), Task::Embed(_)) {
         plan.set(key("pooling_type"), LAST_TOKEN as u32);
     }

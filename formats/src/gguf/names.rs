@@ -1,14 +1,17 @@
 //! Translates parameter names, without `.weight`, between GGUF and Hugging Face checkpoints.
 
 use nq_model::mtp;
-use nq_model::names::{EMBEDDING, HEAD, NORM, in_layer};
+use nq_model::names::{EMBEDDING, HEAD, MIX_DOWN, MIX_NORM, MIX_UP, NORM, in_layer};
 use nq_model::{Architecture, LAYERS, Parameter};
 use std::borrow::Cow;
 
 /// Names outside the layers: (Hugging Face, GGUF), the same in every architecture.
-const MODEL: [(&str, &str); 3] = [
+const MODEL: [(&str, &str); 6] = [
     (EMBEDDING, "token_embd"),
     (NORM, "output_norm"),
+    (MIX_NORM, "output_hc_norm"),
+    (MIX_DOWN, "output_hc_down"),
+    (MIX_UP, "output_hc_up"),
     (HEAD, "output"),
 ];
 
@@ -31,6 +34,11 @@ const NEXTN: [(&str, &str); 4] = [
     (mtp::HIDDEN_NORM, "nextn.hnorm"),
     (mtp::NORM, "nextn.shared_head_norm"),
 ];
+
+/// The tensors that files hold the queries and the key of an indexer in, which nq has as one matrix, called `stored`.
+pub(crate) fn index_names(stored: &str) -> [String; 2] {
+    ["q_proj", "k_proj"].map(|part| stored.replace("indexer.qk_proj", &format!("indexer.{part}")))
+}
 
 /// Translates a name by (from, to) pairs: for names outside the layers, for the prefix before the
 /// layer's number, and for the rest after it.

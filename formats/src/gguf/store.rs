@@ -1,11 +1,14 @@
 //! Opens GGUF checkpoints: finds the files, joins split ones, reads weights.
 
 use super::architecture::{Pooling, architecture, pooling};
-use super::config::{self, CLASSIFIER};
+use super::config::{self, CLASSIFIER, Tensors};
 use super::file::{GgufFile, MAGIC};
+use super::hyper::{self, TABLE};
 use super::mmproj::{self, WithTower};
 use super::names::{self, ROPE_FACTORS};
 use super::order::{apart, pairs_of};
+use super::pieces::{Elsewhere, Piece};
+use super::split::{SUFFIX, Split, open_set};
 use super::tokenizer::{self, Vocabulary};
 use super::value::malformed;
 use crate::blocks::BlockType;
@@ -26,13 +29,12 @@ use crate::vision::PREPROCESSOR;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use bytes::Bytes;
 use nq_model::names::{EMBEDDING, HEAD, NORM, layer_vector, stack, tensor_name};
-use nq_model::{Architecture, Delta, Dims, VectorKind};
+use nq_model::{Architecture, Dims, ModelConfig, VectorKind};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const SUFFIX: &str = ".gguf";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
@@ -102,35 +104,6 @@ pub fn models(files: &[String]) -> Vec<NamedFile> {
     found
 }
 
-/// The name of one file of a split set: `STEM-00001-of-00003.gguf`.
-struct Split {
-    stem: String,
-    number: u64, // from 0
-    count: u64,
-}
-
-impl Split {
-    fn parse(name: &str) -> Option<Split> {
-        let (rest, count) = name.strip_suffix(SUFFIX)?.rsplit_once("-of-")?;
-        let (stem, number) = rest.rsplit_once('-')?;
-        let split = Split {
-            stem: stem.into(),
-            number: number.parse::<u64>().ok()?.checked_sub(1)?,
-            count: count.parse().ok()?,
-        };
-        (split.number < split.count && split.name(split.number) == name).then_some(split)
-    }
-
-    fn name(&self, number: u64) -> String {
-        format!(
-            "{}-{:05}-of-{:05}{SUFFIX}",
-            self.stem,
-            number + 1,
-            self.count
-        )
-    }
-}
-
 /// Opens `name`, which starts with [`MAGIC`], and the other files of its set.
 ///
 /// # Errors
@@ -171,10 +144,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         quantization: None,
         files,
         by_name,
-        layers: 0,
-        experts: 0,
-        head_dim: 0,
-        delta: None,
+        config: None,
         labels: Vec::new(),
     };
     let pooling = pooling(&first, architecture)?;
@@ -190,7 +160,6 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
             found: "no such tensor".into(),
         })?;
     let tied = store.info("output.weight").is_none() && store.labels.is_empty();
-    let shape = (embedding.kind, &embedding.shape[..]);
     let factors = match store.info(ROPE_FACTORS).filter(|_| architecture.gguf_pairs) {
         Some(info) => {
             let len = [info.shape.iter().product()];
@@ -203,13 +172,14 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         }
         None => None,
     };
-    let mut json = config::config(
-        &first,
-        architecture,
-        shape,
-        (tied, factors.as_deref()),
-        &vocabulary,
-    )?;
+    let tensors = Tensors {
+        embedding: embedding.kind,
+        vocab: embedding.shape.first().copied().unwrap_or(0),
+        tied,
+        factors,
+        table: store.info(TABLE).map(|info| &info.shape[..]),
+    };
+    let mut json = config::config(&first, architecture, &tensors, &vocabulary)?;
     let layers = json["num_hidden_layers"].as_u64().unwrap_or_default();
     let own = |part: &str| store.info(&format!("blk.{layers}.nextn.{part}.weight"));
     if own("embed_tokens").or(own("shared_head_head")).is_some() {
@@ -238,10 +208,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     left.extend(unused);
     left.extend(config::left_over(&metadata.file, architecture));
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
-    store.layers = config.num_hidden_layers;
-    store.experts = config.experts.map_or(0, |e| e.count);
-    store.head_dim = config.head_dim;
-    store.delta = config.delta;
+    store.config = Some(config.clone());
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
     let task = Task::of(&files, false)?;
@@ -255,67 +222,13 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     checkpoint.seeing(vision).accounted(left)
 }
 
-/// Opens the file `name` and, if it is one of several, the others in order.
-fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
-    const COUNT: &str = "split.count";
-    const NUMBER: &str = "split.no";
-    const TENSORS: &str = "split.tensors.count";
-    let parse = |name: &str| GgufFile::parse(&folder.path(name), folder.require(name)?);
-    let given = parse(name)?;
-    let count = given.u64(COUNT)?.unwrap_or(1);
-    if count <= 1 {
-        return Ok(vec![given]);
-    }
-    let named = Split::parse(name).filter(|s| s.count == count);
-    let Some(split) = named else {
-        let expected = format!("a name ending in -00001-of-{count:05}{SUFFIX}, as {COUNT} says");
-        return Err(malformed(given.path(), "file name", expected, name.into()));
-    };
-    let mut files = Vec::new();
-    for i in 0..count {
-        let shard = split.name(i);
-        let file = if i == split.number {
-            given.clone()
-        } else {
-            match folder.get(&shard)? {
-                Some(bytes) => GgufFile::parse(&folder.path(&shard), bytes)?,
-                None => {
-                    return Err(Error::Missing {
-                        path: folder.root(),
-                        what: format!("{shard}, of the set of {name}"),
-                    });
-                }
-            }
-        };
-        for (key, expected) in [(COUNT, count), (NUMBER, i)] {
-            let found = file.required(key, file.u64(key)?)?;
-            if found != expected {
-                let (expected, found) = (expected.to_string(), found.to_string());
-                return Err(malformed(file.path(), key, expected, found));
-            }
-        }
-        files.push(file);
-    }
-    let total: usize = files.iter().map(|f| f.tensors().len()).sum();
-    let first = &files[0];
-    match first.u64(TENSORS)? {
-        Some(said) if said != total as u64 => {
-            let found = format!("{total} in the {count} files");
-            Err(malformed(first.path(), TENSORS, said.to_string(), found))
-        }
-        _ => Ok(files),
-    }
-}
-
 /// The tensors of one model's GGUF files.
 struct GgufStore {
     architecture: &'static Architecture,
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
-    layers: usize,                    // without an MTP layer
-    experts: usize,                   // of a layer; 0 if there are none
-    head_dim: usize,
-    delta: Option<Delta>,
+    /// The model's shape; `None` until it has been read.
+    config: Option<ModelConfig>,
     quantization: Option<Value>,
     /// Tokens whose rows of the head are in [`CLASSIFIER`]; empty if there is none.
     labels: Vec<usize>,
@@ -325,10 +238,8 @@ impl GgufStore {
     /// The head of a reranker: that of the model it was made from, with the classifier's rows.
     fn ranking_head(&self, Dims { rows, cols }: Dims) -> Result<Weight> {
         let own = self.by_name.contains_key("output.weight");
-        let base = match self.blocks(if own { HEAD } else { EMBEDDING }, Dims::new(rows, cols))? {
-            Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
-            Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
-        };
+        let base = if own { HEAD } else { EMBEDDING };
+        let base = self.blocks(base, Dims::new(rows, cols))?.weight();
         let mut values = vec![0f32; rows * cols];
         let mut chunks = values.chunks_mut(cols.max(1)).enumerate();
         chunks.try_for_each(|(row, out)| base.dequantize_row(row, out))?;
@@ -350,12 +261,35 @@ impl GgufStore {
 
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
-        let stored = names::to_gguf(self.architecture, self.layers, name);
+        let layers = self.config.as_ref().map_or(0, |c| c.num_hidden_layers);
+        let stored = names::to_gguf(self.architecture, layers, name);
         let stored = tensor_name(&stored?);
         // Ollama's files leave the end of this name out.
         let short = stored.strip_suffix(".bias");
         let short = short.filter(|s| s.ends_with(".ssm_dt") && self.by_name.contains_key(*s));
         Some(short.map_or(stored.clone(), String::from))
+    }
+
+    /// The tensors that hold a parameter.
+    fn stored_names(&self, name: &str) -> Vec<String> {
+        match self.elsewhere(name) {
+            Some(elsewhere) => elsewhere.stored(),
+            None => self.stored_name(name).into_iter().collect(),
+        }
+    }
+
+    /// How a matrix lies in the file, if not as a tensor of its own.
+    fn elsewhere(&self, name: &str) -> Option<Elsewhere> {
+        let own = self.stored_name(name).unwrap_or_default();
+        Elsewhere::find(name, &own, |stored| self.by_name.contains_key(stored))
+    }
+
+    /// The type of a parameter; `None` if it is absent, or in tensors of several types.
+    fn kind(&self, name: &str) -> Option<BlockType> {
+        let names = self.stored_names(name);
+        let mut kinds = names.iter().map(|n| self.info(n).map(|info| info.kind));
+        let first = kinds.next()??;
+        kinds.all(|kind| kind == Some(first)).then_some(first)
     }
 
     fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {
@@ -380,8 +314,17 @@ impl GgufStore {
     /// none.
     fn shape(&self, name: &str, Dims { rows, cols }: Dims) -> Vec<usize> {
         match stack(name) {
-            None if rows == 1 => vec![cols],
-            Some(_) => vec![self.experts, rows / self.experts.max(1), cols],
+            // Converters wrote those of a single row as vectors, and as matrices later.
+            None if rows == 1 => {
+                let info = self.stored_name(name).and_then(|stored| self.info(&stored));
+                let whole = info.is_some_and(|info| info.shape == [1, cols]);
+                if whole { vec![1, cols] } else { vec![cols] }
+            }
+            Some(_) => {
+                let experts = self.config.as_ref().and_then(|c| c.experts);
+                let experts = experts.map_or(0, |e| e.count);
+                vec![experts, rows / experts.max(1), cols]
+            }
             None => vec![rows, cols],
         }
     }
@@ -429,20 +372,54 @@ impl GgufStore {
     }
 
     fn blocks(&self, name: &str, dims: Dims) -> Result<Stored> {
-        let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
-        let wrap = |e: Error| e.in_tensor(self.path(&stored), &stored);
-        let bytes = match pairs_of(self.architecture, name) {
-            true => apart(&bytes, dims.rows, self.head_dim).into(),
-            false => bytes,
-        };
-        match kind.float() {
-            Some(dtype) => Tensor::new(dtype, vec![dims.rows, dims.cols], bytes)
-                .map(Stored::Dense)
-                .map_err(wrap),
-            None => BlockWeight::new(kind, dims, bytes)
-                .map(|b| Stored::Blocks(stored.clone(), b))
-                .map_err(wrap),
+        if let (Some(elsewhere), Some(c)) = (self.elsewhere(name), &self.config) {
+            return self.joined(&elsewhere.pieces(c, dims), dims);
         }
+        let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
+        let bytes = match (pairs_of(self.architecture, name), &self.config) {
+            (true, Some(c)) => apart(&bytes, dims.rows, c.head_dim).into(),
+            _ => bytes,
+        };
+        self.typed(&stored, kind, dims, bytes)
+    }
+
+    /// A matrix of bytes of `kind`, from the tensor `stored`.
+    fn typed(&self, stored: &str, kind: BlockType, dims: Dims, bytes: Bytes) -> Result<Stored> {
+        let typed = match kind.float() {
+            Some(dtype) => Tensor::new(dtype, vec![dims.rows, dims.cols], bytes).map(Stored::Dense),
+            None => BlockWeight::new(kind, dims, bytes).map(|b| Stored::Blocks(stored.into(), b)),
+        };
+        typed.map_err(|e| e.in_tensor(self.path(stored), stored))
+    }
+
+    /// The matrix of these rows. Of one piece, they are those of the file; pieces of several types become f32.
+    fn joined(&self, pieces: &[Piece], dims: Dims) -> Result<Stored> {
+        let mut parts = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let (kind, bytes) = self.require_stored(&piece.stored, &piece.shape)?;
+            let all: usize = piece.shape.iter().rev().skip(1).product();
+            let row = bytes.len() / all.max(1);
+            let bytes = bytes.slice(piece.rows.start * row..piece.rows.end * row);
+            parts.push((piece, kind, bytes));
+        }
+        if let [(piece, kind, bytes)] = &parts[..] {
+            return self.typed(&piece.stored, *kind, dims, bytes.clone());
+        }
+        let (first, kind, _) = &parts[0];
+        if parts.iter().all(|(_, other, _)| other == kind) {
+            let bytes: Vec<u8> = parts.iter().flat_map(|(.., b)| b).copied().collect();
+            return self.typed(&first.stored, *kind, dims, bytes.into());
+        }
+        let mut values = vec![0f32; dims.elements()];
+        let mut out = values.chunks_exact_mut(dims.cols);
+        for (piece, kind, bytes) in parts {
+            let dims = Dims::new(piece.rows.len(), dims.cols);
+            let part = self.typed(&piece.stored, kind, dims, bytes)?.weight();
+            for (row, out) in (0..dims.rows).zip(&mut out) {
+                part.dequantize_row(row, out)?;
+            }
+        }
+        Tensor::from_f32(vec![dims.rows, dims.cols], values).map(Stored::Dense)
     }
 }
 
@@ -471,6 +448,15 @@ enum Stored {
     Blocks(String, BlockWeight),
 }
 
+impl Stored {
+    fn weight(self) -> StoredWeight {
+        match self {
+            Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
+            Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
+        }
+    }
+}
+
 impl WeightStore for GgufStore {
     fn format(&self) -> &'static str {
         "gguf"
@@ -481,7 +467,7 @@ impl WeightStore for GgufStore {
         // Of the whole model, and read when the file is opened.
         let divisors = name == NORM && self.architecture.gguf_pairs;
         let others = ranking.into_iter().chain(divisors.then_some(ROPE_FACTORS));
-        (self.stored_name(name).into_iter())
+        (self.stored_names(name).into_iter())
             .chain(others.map(String::from))
             .collect()
     }
@@ -490,21 +476,33 @@ impl WeightStore for GgufStore {
         if self.is_ranking_head(name) {
             return true;
         }
-        self.stored_name(name)
-            .is_some_and(|n| self.by_name.contains_key(&n))
+        let names = self.stored_names(name);
+        !names.is_empty() && names.iter().all(|n| self.by_name.contains_key(n))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        let shape = match (layer_vector(name).map(|v| v.kind), self.delta) {
-            (Some(VectorKind::Conv), Some(delta)) => vec![delta.channels(), delta.conv],
-            _ => vec![len],
-        };
+        let taps = self
+            .config
+            .as_ref()
+            .and_then(|c| match layer_vector(name)?.kind {
+                VectorKind::Conv => Some(c.delta?.conv),
+                VectorKind::NgramConv => Some(c.ngrams.as_ref()?.taps),
+                VectorKind::Decay | VectorKind::TimeStep => None,
+            });
+        let shape = taps.map_or(vec![len], |taps| vec![len / taps, taps]);
         let (stored, kind, bytes) = self.require(name, &shape)?;
         let Some(dtype) = kind.float() else {
             let expected = "F32, F16 or BF16".into();
             return Err(self.error(&stored, expected, kind.name().into()));
         };
         Tensor::new(dtype, vec![len], bytes)
+    }
+
+    fn integers(&self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        match &self.config {
+            Some(c) => hyper::integers(&self.files[0], c, name, len),
+            None => Ok(None),
+        }
     }
 
     fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
@@ -515,15 +513,13 @@ impl WeightStore for GgufStore {
         if self.is_ranking_head(name) {
             return None;
         }
-        let kind = self.info(&self.stored_name(name)?)?.kind;
+        let kind = self.kind(name)?;
         kind.layout()
             .map(|layout| layout.narrow_scheme(kind.elements()).into())
     }
 
     fn is_float(&self, name: &str) -> bool {
-        let stored = self.stored_name(name);
-        let info = stored.as_ref().and_then(|name| self.info(name));
-        info.is_some_and(|info| info.kind.float().is_some())
+        self.kind(name).is_some_and(|kind| kind.float().is_some())
     }
 
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
@@ -534,15 +530,12 @@ impl WeightStore for GgufStore {
         if self.is_ranking_head(name) {
             return self.ranking_head(dims).map(StoredWeight::Canonical);
         }
-        Ok(match self.blocks(name, dims)? {
-            Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
-            Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
-        })
+        Ok(self.blocks(name, dims)?.weight())
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        let info = self.stored_name(name).and_then(|n| self.info(&n));
-        info.map_or(Exactness::Exact, |i| BlockWeight::exactness(i.kind))
+        let kind = self.kind(name);
+        kind.map_or(Exactness::Exact, BlockWeight::exactness)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

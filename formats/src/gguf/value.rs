@@ -238,6 +238,16 @@ impl Array {
         }
     }
 
+    /// An array of 64-bit integers of 0 or more.
+    pub(crate) fn of_u64s(values: &[u64]) -> Self {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        Array {
+            element: kind::U64,
+            count: values.len() as u64,
+            bytes: bytes.into(),
+        }
+    }
+
     /// An array of 32-bit floats.
     pub(crate) fn of_f32s(values: &[f32]) -> Self {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -289,6 +299,24 @@ impl Array {
                 .iter()
                 .map(|b| i32::from_le_bytes(*b)),
         )
+    }
+
+    /// The elements, if they are integers of any width from 32 bits on, and none is negative.
+    pub(crate) fn integers(&self) -> Option<Vec<u64>> {
+        let bytes = &self.bytes[..];
+        let words = || bytes.as_chunks::<4>().0.iter();
+        let longs = || bytes.as_chunks::<8>().0.iter();
+        match self.element {
+            kind::U32 => Some(words().map(|b| u32::from_le_bytes(*b).into()).collect()),
+            kind::U64 => Some(longs().map(|b| u64::from_le_bytes(*b)).collect()),
+            kind::I32 => words()
+                .map(|b| i32::from_le_bytes(*b).try_into().ok())
+                .collect(),
+            kind::I64 => longs()
+                .map(|b| i64::from_le_bytes(*b).try_into().ok())
+                .collect(),
+            _ => None,
+        }
     }
 
     /// The elements, if they are booleans.

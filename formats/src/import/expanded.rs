@@ -166,6 +166,10 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
     }
 
+    fn rows(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        Overlay::stored(self, name, dims)
+    }
+
     fn sources(&self, name: &str) -> Vec<String> {
         let is_stack = self.expansion.is_stack(&self.dense.shards, name);
         match is_stack || self.is_expanded(name) {

@@ -272,6 +272,10 @@ impl<L: Layout> Overlay for ImportStore<L> {
         Ok(StoredWeight::Canonical(weight))
     }
 
+    fn rows(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        Overlay::stored(self, name, dims)
+    }
+
     fn sources(&self, name: &str) -> Vec<String> {
         let parts = match self.float(name) {
             Some(kind) => kind.parts(),

@@ -19,6 +19,7 @@ use crate::exl3::Exl3Scheme;
 use crate::scheme::{Levels, Scales, Scheme, Zeros};
 use crate::shards::Shards;
 use crate::store::{Overlay, WeightStore};
+use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::trellis::{self, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
@@ -132,6 +133,10 @@ impl Overlay for NqStore {
             Some(scheme) => read_quantized(&self.dense.shards, name, scheme, dims),
             None => self.dense.matrix(name, dims),
         }
+    }
+
+    fn rows(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        Overlay::matrix(self, name, dims).map(StoredWeight::Canonical)
     }
 
     fn sources(&self, name: &str) -> Vec<String> {

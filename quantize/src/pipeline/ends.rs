@@ -115,15 +115,33 @@ impl Job<'_> {
         Ok(writer.put(ENDS, &params)?)
     }
 
-    /// Stages the tables of n-grams, if there are any, as they are: part by part, so that no more than a part is in memory.
-    pub(super) fn copy_tables(&self, writer: &Writer) -> Result<()> {
+    /// Stages the tables of n-grams, if there are any, as they are or rounded to nearest: part by part, so that no more than
+    /// a part is in memory.
+    pub(super) fn stage_tables(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        schemes: &Schemes,
+    ) -> Result<()> {
         for (name, dims) in nq_runtime::ngrams::parts(self.config()) {
-            let step = format!("table-{name}");
-            if writer.staged(&step)?.is_none() {
-                let source = self.checkpoint.store().matrix(&name, dims)?;
-                writer.put(&step, &[(name, Param::Matrix(&source))])?;
-                source.release();
+            let (step, key) = table_step(schemes, &name);
+            let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
+            if valid && writer.staged(&step)?.is_some() {
+                continue;
             }
+            let source = self.checkpoint.store().matrix(&name, dims)?;
+            let (weight, row) = end(schemes, &name, &source, None)?;
+            writer.remove_step(&step)?;
+            let rounded = matches!(weight, Weight::Quantized(_));
+            let report = StepReport {
+                key,
+                rows: rounded.then_some(row).into_iter().collect(),
+                ..StepReport::default()
+            };
+            state.steps.insert(step.clone(), report);
+            save(writer, state)?;
+            writer.put(&step, &[(name, Param::Matrix(&weight))])?;
+            source.release();
         }
         Ok(())
     }
@@ -183,6 +201,11 @@ impl Job<'_> {
         let params: Vec<_> = vectors.chain(matrices).collect();
         Ok(writer.put(MTP, &params)?)
     }
+}
+
+/// The step in which a part of a table of n-grams is staged, and what it depends on besides the plan.
+pub(super) fn table_step(schemes: &Schemes, part: &str) -> (String, String) {
+    (format!("table-{part}"), format!("{:?}", schemes.of(part)))
 }
 
 /// The parameters between the last layer and the head, by name. They are not quantized.

@@ -1,12 +1,14 @@
 //! Whole models that stay staged while others are made, so that a search for schemes that returns
 //! to one neither rounds nor tunes it again. Each has a set of steps of its own.
 
+use super::ends::table_step;
 use super::job::Job;
 use super::state::{Attempt, ENDS, Kept, MTP, Overrides, State, StepReport, key, save, step_name};
 use crate::error::Result;
 use crate::schemes::Schemes;
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, human_bytes};
+use nq_model::ModelConfig;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -61,6 +63,11 @@ fn is_dominated(attempt: &Attempt, all: &[Attempt]) -> bool {
             a.bytes <= attempt.bytes && a.kld <= attempt.kld && a.same_top1 >= attempt.same_top1;
         as_good && a.overrides != attempt.overrides
     })
+}
+
+/// Steps of a whole model.
+pub(super) fn steps(c: &ModelConfig) -> usize {
+    c.num_hidden_layers + 1 + c.mtp_layers + nq_runtime::ngrams::parts(c).count()
 }
 
 impl Job<'_> {
@@ -121,7 +128,7 @@ impl Job<'_> {
         schemes: &Schemes,
     ) -> Result<bool> {
         let valid = self.valid_steps(state, schemes);
-        if valid.len() < self.config().num_hidden_layers + 1 + self.config().mtp_layers {
+        if valid.len() < steps(self.config()) {
             return Ok(false);
         }
         for step in valid.keys() {
@@ -140,7 +147,9 @@ impl Job<'_> {
         let names = (0..layers).map(|i| (step_name(i), key(config, schemes, i + 1)));
         let ends = (ENDS.to_owned(), self.ends_key(schemes));
         let mtp = self.mtp_key(schemes).map(|key| (MTP.to_owned(), key));
-        for (name, key) in names.chain([ends]).chain(mtp) {
+        let parts = nq_runtime::ngrams::parts(config);
+        let tables = parts.map(|(part, _)| table_step(schemes, &part));
+        for (name, key) in names.chain([ends]).chain(mtp).chain(tables) {
             let step = state.steps.get(&name).filter(|s| s.key == key);
             valid.extend(step.map(|s| (name, s.clone())));
         }

@@ -33,17 +33,20 @@ use crate::linalg::read_row;
 use crate::memory;
 use crate::quality::{self, Measured};
 use crate::recipe::TargetSize;
-use crate::report::{Choice, QuantizeReport};
+use crate::report::{Choice, QuantizeReport, TableLoss};
 use crate::schemes::Schemes;
+use crate::tables::WithTables;
 use crate::train::Tuning;
 use guard::Next;
 pub use job::{Job, QuantizeOptions};
+use nq_evals::KldStats;
 use nq_formats::nq::{self, Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
 use nq_formats::{Checkpoint, Progress, Tensor, Unit, Weight, hash, mapping};
 use nq_kernels::Account;
 use nq_load::load;
 use nq_model::Dims;
 use nq_model::names::{self, Shape};
+use nq_runtime::LoadOptions;
 pub use plan::PlannedStage;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
@@ -71,6 +74,7 @@ impl Job<'_> {
             "settings": self.method.settings(),
             "linears": o.schemes.linears,
             "head": o.schemes.head,
+            "tables": o.schemes.tables,
             "overrides": overrides,
             "target": match o.target {
                 None => Value::Null,
@@ -246,7 +250,7 @@ impl Job<'_> {
             let tables = if config.tie_word_embeddings { 1 } else { 2 };
             let rows = (tables * config.vocab_size + config.mtp_layers) as u64;
             (self.progress).begin(plan::ENDS, rows, Unit::Items);
-            let ended = self.copy_tables(writer);
+            let ended = self.stage_tables(writer, state, schemes);
             let ended = ended.and_then(|()| self.quantize_ends(writer, state, schemes, stream));
             let ended = ended.and_then(|()| self.quantize_mtp(writer, state, schemes));
             self.progress.end();
@@ -401,6 +405,7 @@ impl Job<'_> {
             allocation: self.choices(state, schemes).unwrap_or_default(),
             tuning: state.tuning.as_ref().and_then(Tuning::report),
             self_noise: state.noise,
+            table_loss: state.table_loss,
         }
     }
 
@@ -425,10 +430,7 @@ impl Job<'_> {
         if writer.resumed() {
             let valid = state.steps.values().filter(|s| !s.key.is_empty());
             let config = self.config();
-            let (steps, all) = (
-                valid.count(),
-                config.num_hidden_layers + 1 + config.mtp_layers,
-            );
+            let (steps, all) = (valid.count(), kept::steps(config));
             let measured = match state.attempts.len() {
                 0 => String::new(),
                 1 => ", 1 model measured".into(),
@@ -471,7 +473,29 @@ impl Job<'_> {
         let options = self.measuring_options(state)?;
         let (config, store) = (preview.config(), preview.store());
         let engine = load(config, store, &options, &self.progress)?;
-        judge.measure(engine.as_ref(), source.as_ref(), &self.progress)
+        let measured = judge.measure(engine.as_ref(), source.as_ref(), &self.progress)?;
+        drop(engine);
+        if self.options.schemes.tables.is_some() {
+            // A source that is run layer by layer cannot be run with other tables.
+            let body = WithTables::new(store, self.checkpoint.store());
+            let tables = WithTables::new(self.checkpoint.store(), store);
+            let kld =
+                |weights: &WithTables<'_>, options: &LoadOptions| -> Result<Option<KldStats>> {
+                    mapping::trim_heap();
+                    let engine = load(config, weights, options, &self.progress)?;
+                    let found = judge.measure(engine.as_ref(), source.as_ref(), &self.progress)?;
+                    Ok(found.evaluation.report.against.map(|against| against.kld))
+                };
+            state.table_loss = Some(TableLoss {
+                body: kld(&body, &options)?,
+                tables: match self.is_streamed()? {
+                    true => None,
+                    false => kld(&tables, &self.options.load)?,
+                },
+            });
+            state::save(writer, state)?;
+        }
+        Ok(measured)
     }
 }
 

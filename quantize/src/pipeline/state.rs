@@ -4,7 +4,7 @@ use crate::allocation::Menu;
 use crate::calibration::Sequences;
 use crate::device_memory::SampledFrom;
 use crate::error::Result;
-use crate::report::LayerReport;
+use crate::report::{LayerReport, TableLoss};
 use crate::schemes::Schemes;
 use crate::stages::Took;
 use crate::train::record::Tuning;
@@ -33,6 +33,8 @@ pub(super) struct State {
     pub(super) menus: Option<Vec<Menu>>,
     /// The source measured against itself, if that was done.
     pub(super) noise: Option<KldStats>,
+    /// What rounded tables of n-grams cost in the model that was measured last.
+    pub(super) table_loss: Option<TableLoss>,
     /// The models made and measured, in order.
     pub(super) attempts: Vec<Attempt>,
     /// The current set of steps.

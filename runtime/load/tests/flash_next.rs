@@ -7,6 +7,7 @@
 //! choices are nq's, and the models without tables have eight heads.
 
 use crate::common::{distance, hybrid, options};
+use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::files::Files;
 use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
@@ -130,8 +131,32 @@ fn it_is_as_transformers_computes_it() {
         assert_eq!(rows.collect::<Vec<_>>(), wanted.tables, "{name}");
         let wanted = wanted.logits.concat();
         let most = wanted.iter().fold(0.0, |m, v| f32::max(m, v.abs()));
-        for piece in [1, 3, 7, tokens.len()] {
-            let mut session = session(&checkpoint, 1);
+        let gguf = root.join(format!("{name}.gguf"));
+        let done = export(
+            &checkpoint,
+            ExportFormat::Gguf,
+            &gguf,
+            &ExportOptions::default(),
+            &(),
+        );
+        let mut sources = vec![("folder", checkpoint)];
+        match config.ngrams.as_ref().map_or(0, |n| n.layers.len()) {
+            0 | 1 => {
+                done.unwrap();
+                sources.push(("gguf", Checkpoint::open(&gguf).unwrap()));
+            }
+            _ => assert!(
+                done.unwrap_err()
+                    .to_string()
+                    .contains("2 tables of n-grams")
+            ),
+        }
+        let pieces = [1, 3, 7, tokens.len()];
+        for ((format, checkpoint), piece) in sources
+            .iter()
+            .flat_map(|source| pieces.map(|piece| (source, piece)))
+        {
+            let mut session = session(checkpoint, 1);
             let mut all = Vec::new();
             for tokens in tokens.chunks(piece) {
                 let logits = session.forward(&[chunk(0, tokens, LogitsWanted::All)], None);
@@ -141,7 +166,7 @@ fn it_is_as_transformers_computes_it() {
             let picked = |&row: &usize| all[row].iter().step_by(STEP).copied();
             let found: Vec<f32> = expected.rows.iter().flat_map(picked).collect();
             let error = distance(&found, &wanted) / most;
-            assert!(error < 1e-4, "{name}, {piece} at once: {error:e}");
+            assert!(error < 1e-4, "{name}, {format}, {piece} at once: {error:e}");
         }
     }
 }

@@ -72,6 +72,9 @@ pub struct QuantizeArgs {
     /// Bits of the Linears of the tower that sees images, where their rows are whole groups of 32: 8 or 16
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_vision_bits)]
     pub vision_bits: u32,
+    /// Bits of tables of n-grams, which are read by rows from the file: 4, 8 or 16 (as they are)
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_table_bits)]
+    pub table_bits: u32,
     /// Choose the bits (at least --bits) and group size of each weight by measured sensitivity, for
     /// this many bits per weight on average
     #[arg(long, value_name = "X",
@@ -176,6 +179,11 @@ fn parse_head_bits(s: &str) -> Result<u32, String> {
 fn parse_vision_bits(s: &str) -> Result<u32, String> {
     let bits = s.parse().ok().filter(|n| [8, 16].contains(n));
     bits.ok_or_else(|| "expected 8 or 16".into())
+}
+
+fn parse_table_bits(s: &str) -> Result<u32, String> {
+    let bits = s.parse().ok().filter(|n| [4, 8, 16].contains(n));
+    bits.ok_or_else(|| "expected 4, 8 or 16".into())
 }
 
 fn parse_minutes(s: &str) -> Result<f64, String> {
@@ -316,6 +324,7 @@ impl QuantizeArgs {
             zeros,
             head_bits: self.head_bits,
             vision_8: self.vision_bits == 8,
+            table_bits: Bits::try_from(self.table_bits).ok(),
             target: self.target_size.map(TargetSize::Bytes).or(bits),
             ..Codes::of_bits(self.bits, self.trellis)?.into()
         })

@@ -2,7 +2,7 @@
 
 use crate::flags::Global;
 use crate::terminal::{human_bytes, print_line};
-use nq_evals::EvalReport;
+use nq_evals::{EvalReport, KldStats};
 use nq_quantize::QuantizeReport;
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -110,6 +110,15 @@ fn cost_lines(report: &QuantizeReport) -> Vec<String> {
     if let Some(noise) = &report.self_noise {
         let floor = format!("{:.1e}: the source against itself in FP16", noise.mean);
         lines.push(row("noise floor", floor));
+    }
+    if let Some(loss) = &report.table_loss {
+        let mean = |part: Option<KldStats>| match part {
+            Some(kld) => format!("{:.1e}", kld.mean),
+            None => "not measured".into(),
+        };
+        let (tables, body) = (mean(loss.tables), mean(loss.body));
+        let parts = format!("KL divergence by the table alone {tables}, by the rest alone {body}");
+        lines.push(row("n-grams", parts));
     }
     match &report.fallbacks[..] {
         [] => lines.push(row("fallbacks", "none")),

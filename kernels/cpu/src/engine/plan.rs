@@ -4,6 +4,7 @@
 use super::session_bytes;
 use super::tower::Scratch;
 use crate::Linear;
+use nq_formats::synth::LARGE;
 use nq_formats::{Checkpoint, Files};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Held};
@@ -62,11 +63,13 @@ pub fn hold_model(
             WeightSource::Mapped => embedding.min(row * DISTINCT.min(tokens)),
         });
     }
-    for (name, dims) in nq_runtime::ngrams::parts(c) {
+    for (i, (name, dims)) in nq_runtime::ngrams::parts(c).enumerate() {
         let part = kinds(&name).bytes(dims);
         // Each token reads a row for each of its n-grams, which lie anywhere.
         let heads = c.ngrams.as_ref().map_or(0, |n| n.heads().div_ceil(n.parts));
         held.add(match source {
+            // Random ones are drawn once for all parts.
+            WeightSource::Made if i > 0 && dims.elements() >= LARGE => 0,
             WeightSource::Made => part,
             WeightSource::Mapped => part.min(PAGE * heads * tokens),
         });
