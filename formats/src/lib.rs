@@ -29,6 +29,7 @@ pub mod checkpoint;
 pub mod config;
 mod dense;
 pub mod durable;
+mod e4m3;
 pub mod eagle;
 mod error;
 mod exactness;

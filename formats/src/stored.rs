@@ -1,8 +1,8 @@
 //! Weights exactly as stored in files, for comparisons: possibly in a form without a kernel.
 
 use crate::blocks::BlockWeight;
+use crate::e4m3::e4m3;
 use crate::error::Result;
-use crate::import::fp8::e4m3;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::bf16;

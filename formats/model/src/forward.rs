@@ -6,6 +6,7 @@ use crate::{
     NormSpec, Product, VectorRow,
 };
 
+pub use crate::packed::{Packed, VectorSpec};
 pub use crate::streams::{Hyper, Indexer, Ngrams, StreamVerbs};
 
 /// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
@@ -113,45 +114,6 @@ pub struct Shared<L> {
     pub score: Packed<L>,
     /// The expert.
     pub mlp: Mlp<L>,
-}
-
-/// A product from the architecture's table, and its weight on a device.
-pub struct Packed<L> {
-    /// Row of the table.
-    pub spec: &'static Product,
-    /// Its weight.
-    pub linear: L,
-}
-
-/// A vector of a layer.
-#[derive(Clone, Copy, Debug)]
-pub enum VectorSpec {
-    /// The gains of a norm.
-    Norm(&'static NormSpec),
-    /// The bias of a Linear.
-    Bias(&'static LinearSpec),
-    /// Another vector.
-    Row(&'static VectorRow),
-}
-
-impl VectorSpec {
-    /// Number of its values in a model of shape `c`.
-    pub fn len(&self, c: &ModelConfig) -> usize {
-        match self {
-            VectorSpec::Norm(norm) => norm.len.of(c),
-            VectorSpec::Bias(linear) => linear.dims(c).rows,
-            VectorSpec::Row(row) => row.len.of(c),
-        }
-    }
-
-    /// Its name in layer `layer`.
-    pub fn name(&self, layer: usize) -> String {
-        match self {
-            VectorSpec::Norm(norm) => norm.name(layer),
-            VectorSpec::Bias(linear) => linear.bias_name(layer),
-            VectorSpec::Row(row) => row.name(layer),
-        }
-    }
 }
 
 /// Destination of [`Verbs::project`].

@@ -17,6 +17,7 @@ mod llama;
 pub mod mtp;
 pub mod names;
 mod ngrams;
+mod packed;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;

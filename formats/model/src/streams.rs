@@ -1,6 +1,6 @@
 //! Blocks that only residuals of several streams have: their weights as a device holds them, and their operations.
 
-use crate::forward::{Packed, VectorSpec};
+use crate::packed::{Packed, VectorSpec};
 use crate::{HyperSpec, IndexerSpec, NgramsSpec, Product};
 
 /// A block's connections to several streams. See [`HyperSpec`].

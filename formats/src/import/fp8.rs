@@ -16,10 +16,10 @@
 
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::floats::ScaledFp8;
-pub use super::floats::e4m3;
 use super::modelopt::small_floats;
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
+pub use crate::e4m3::e4m3;
 use crate::error::Result;
 use crate::shards::Shards;
 use crate::tensor::Tensor;

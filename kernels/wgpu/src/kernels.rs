@@ -2,10 +2,15 @@
 
 use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::pack::UNIT;
-use crate::sizes::{DRAW_PARTS, SPLITS};
 use crate::source::KernelSource;
 use nq_kernels::pages::{KvType, PAGE};
 use nq_model::ModelConfig;
+
+/// Most parts in which a row's keys are read.
+pub(crate) const SPLITS: usize = 32;
+
+/// Parts of the vocabulary in which the best token is looked for.
+pub(crate) const DRAW_PARTS: usize = 64;
 
 /// What the kernels of attention, and of heads and other rows, are bound to.
 pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Read, Read, Read, Read];

@@ -2,19 +2,18 @@
 //! its number of rows.
 
 use crate::buffers::{Buffers, Kept};
-use crate::engine::WgpuModel;
 use crate::experts::{ExpertBuffers, ExpertsOp, MOST_EXPERTS, MOST_ROUTES, WEIGH, weigh};
 use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
 use crate::kernels::{
-    ATTENTION, ATTENTION_ROW, COMBINE, DRAW, HEADS, Heads, NORM, NORM_ROUND, ROUND, SILU,
-    attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
+    ATTENTION, ATTENTION_ROW, COMBINE, DRAW, DRAW_PARTS, HEADS, Heads, NORM, NORM_ROUND, ROUND,
+    SILU, attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
 };
 use crate::linear::Linear;
+use crate::model::WgpuModel;
 use crate::product::{
     BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
 };
 use crate::recurrence::{DELTA, Recurrence, RecurrenceKernels, WIDEST, vectors};
-use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
 use nq_kernels::pages::KvType;
 use nq_model::forward::{

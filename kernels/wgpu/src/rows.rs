@@ -1,10 +1,10 @@
 //! What the host writes for a pass: where its rows stand.
 
-use crate::engine::WgpuModel;
-use crate::kernels::Heads;
+use crate::kernels::{Heads, SPLITS};
+use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::program::Attended;
-use crate::sizes::{ROW_WORDS, SPLITS, page_parts};
+use crate::sizes::{ROW_WORDS, page_parts};
 use nq_kernels::pages::PAGE;
 use nq_runtime::Result;
 use nq_runtime::interface::Chunk;

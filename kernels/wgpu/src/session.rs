@@ -1,13 +1,14 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
-use crate::ahead::Seats;
 use crate::buffers::Buffers;
-use crate::engine::WgpuModel;
 use crate::gpu::LaunchPass;
+use crate::kernels::DRAW_PARTS;
+use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::program::{Attended, Program};
 use crate::rows::{Batch, Mark, RowsLayout, Span, StepShape, passes};
-use crate::sizes::{DRAW_PARTS, Sizes};
+use crate::seats::Seats;
+use crate::sizes::Sizes;
 use crate::timer::Timer;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::interface::{

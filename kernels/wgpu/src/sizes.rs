@@ -1,8 +1,8 @@
 //! The memory of a session, in bytes of each of its buffers: what is planned is what is allocated.
 
-use crate::engine::WgpuModel;
 use crate::experts::group_words;
-use crate::kernels::Heads;
+use crate::kernels::{Heads, SPLITS};
+use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::recurrence::state_len;
 use nq_kernels::DeltaShape;
@@ -20,12 +20,6 @@ const HEAD_ROWS: usize = 64;
 /// Words of a row in a pass's `batch`: its position, where its page table is, the first row of its sequence in the pass,
 /// and the place of the sequence's state.
 pub(crate) const ROW_WORDS: usize = 4;
-
-/// Most parts in which a row's keys are read.
-pub(crate) const SPLITS: usize = 32;
-
-/// Parts of the vocabulary in which the best token is looked for.
-pub(crate) const DRAW_PARTS: usize = 64;
 
 /// Sizes of a session's buffers, in bytes unless said otherwise.
 #[derive(Clone, Copy, Debug)]

@@ -8,10 +8,10 @@ mod products;
 mod recurrence;
 
 use crate::gpu::{Binding, Gpu, Grid, LaunchPass};
+use crate::kernels::DRAW_PARTS;
 use crate::kernels::{DRAW, NORM, NORM_ROUND, draw, norm};
 use crate::linear::{Linear, Purpose};
 use crate::session::best_token;
-use crate::sizes::DRAW_PARTS;
 use crate::source::KernelSource;
 use nq_kernels::{Activations, reference};
 use nq_model::Dims;

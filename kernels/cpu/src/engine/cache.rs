@@ -270,3 +270,16 @@ impl LayerCache {
         }
     }
 }
+
+/// What a layer's states are made of, for all rows kept.
+#[derive(Clone, Copy)]
+pub(crate) enum KeptInput {
+    /// Queries, keys, values and gates of a recurrence.
+    Qkvz,
+    /// Its rates.
+    Ba,
+    /// Inputs of the convolution over n-grams.
+    Ngrams,
+    /// Keys of an indexer.
+    IndexKeys,
+}

@@ -1,8 +1,8 @@
 //! Takes the latest rows out of states again: a state cannot be shortened, but it can be made again from the one before
 //! these rows and from what they brought into it. So drafted tokens can be checked by rows of one forward.
 
-use super::cache::{LayerCache, StateParts};
-use super::streams::{append_index_keys, append_ngrams};
+use super::cache::{KeptInput, LayerCache, StateParts};
+use super::stream_states::{append_index_keys, append_ngrams};
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Span};
 use nq_model::ModelConfig;
@@ -16,19 +16,6 @@ pub(crate) struct KeptRows {
     rows: usize,
     tokens: Vec<u32>, // [rows]
     layers: Vec<[Vec<f32>; INPUTS]>,
-}
-
-/// What a layer's states are made of, for all rows kept.
-#[derive(Clone, Copy)]
-pub(crate) enum KeptInput {
-    /// Queries, keys, values and gates of a recurrence.
-    Qkvz,
-    /// Its rates.
-    Ba,
-    /// Inputs of the convolution over n-grams.
-    Ngrams,
-    /// Keys of an indexer.
-    IndexKeys,
 }
 
 /// Number of [`KeptInput`]s.

@@ -1,9 +1,9 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
 use super::adapters::{AdaptedBatch, AdapterScratch, CpuAdapters};
-use super::cache::{LayerCache, StateParts};
-use super::kept::{KeptInput, KeptRows};
-use super::streams::{StreamInputs, StreamScratch};
+use super::cache::{KeptInput, LayerCache, StateParts};
+use super::kept::KeptRows;
+use super::stream_states::{StreamInputs, StreamScratch};
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Epilogue, Linear, Span};
 use nq_formats::Weight;

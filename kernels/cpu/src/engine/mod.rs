@@ -12,6 +12,7 @@ pub mod plan;
 mod session;
 mod stepper;
 mod stream_drafts;
+mod stream_states;
 mod streams;
 mod tower;
 mod weights;

@@ -8,7 +8,7 @@ use super::layer::{Batch, Pass, Scratch};
 use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
-use super::streams::StreamInputs;
+use super::stream_states::StreamInputs;
 use crate::{Epilogue, FEW_ROWS, Span};
 use nq_model::ModelConfig;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};

@@ -3,7 +3,7 @@
 use super::cache::{LayerCache, kind_bytes};
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
 use super::model::CpuEnding;
-use super::streams::StreamInputs;
+use super::stream_states::StreamInputs;
 use super::weights::CpuLayer;
 use crate::{Cpu, Epilogue, Linear};
 use nq_formats::Weight;
