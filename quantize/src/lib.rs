@@ -23,7 +23,6 @@
 mod allocation;
 pub mod calibration;
 pub mod device_memory;
-mod drift;
 pub mod error;
 pub mod fit;
 pub mod grid;

@@ -5,7 +5,6 @@
 //! stage are counted on an account, and the largest of the three peaks counts.
 
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
-use crate::drift;
 use crate::linalg::factor_bytes;
 use crate::methods::Needs;
 use crate::rounding::PIECE;
@@ -65,8 +64,6 @@ pub struct Work<'a> {
     /// Models run on a GPU, where second moments are too: only what is copied there passes through the
     /// host's memory.
     pub on_gpu: bool,
-    /// True if weights are corrected for what the rounded layers before them change.
-    pub corrects: bool,
 }
 
 /// Memory given back by earlier stages that the allocator keeps in the arenas of the threads: the
@@ -186,10 +183,6 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let layer = dtype.size() * values;
     let rounded = |name: &str, dims| work.schemes.kind(name, dtype).bytes(dims);
     let _stream = a.hold(4 * work.calibration * c.stream_width());
-    let _drift = a.hold(match work.corrects {
-        true => drift::bytes(c, work.calibration),
-        false => 0,
-    });
 
     // The embedding or head as read and as written. With moments, also a piece in f32, its
     // codes, its errors and their product with the moments, besides the moments and their factor.
@@ -307,7 +300,6 @@ mod tests {
                 groups: 0,
                 eval_tokens: 8192,
                 on_gpu,
-                corrects: false,
             };
             [sample, measure, quantize]
                 .map(|stage| host_peak(|a| stage(a, &config, &work, DType::BF16)))

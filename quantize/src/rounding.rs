@@ -1,6 +1,5 @@
 //! Rounding a weight to its scheme, whatever kind that is: a grid by a method, or a trellis by a search.
 
-use crate::drift;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
@@ -92,11 +91,8 @@ pub(crate) fn round(
         Scheme::Exl3(scheme) => Err(not_made(scheme)),
         Scheme::Trellis(scheme) => {
             let feeds = method.needs() == Needs::Hessian;
-            let inputs = inputs.filter(|_| feeds);
-            let correction = inputs.and_then(|i| i.correction.as_deref());
-            let target = correction.map(|c| drift::corrected(weight, c));
             let (rounded, mut fallbacks) =
-                trellis::round(name, target.as_ref().unwrap_or(weight), inputs, scheme)?;
+                trellis::round(name, weight, inputs.filter(|_| feeds), scheme)?;
             let scales = rounded.row_scales().iter().map(|s| s.to_f32());
             fallbacks.extend(cut(name, weight, scales));
             let mut change = Matrix::zeros(weight.rows, weight.cols);

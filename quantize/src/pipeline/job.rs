@@ -295,24 +295,12 @@ impl<'a> Job<'a> {
                 0
             },
             eval_tokens: self.eval_tokens(),
-            on_gpu: self.is_on_gpu(),
-            corrects: self.corrects(),
+            on_gpu: matches!(
+                Device::choose(self.options.load.device),
+                Ok(Device::Cuda(_))
+            ),
         };
         memory::Estimate::new(self.checkpoint, work)
-    }
-
-    fn is_on_gpu(&self) -> bool {
-        let device = Device::choose(self.options.load.device);
-        matches!(device, Ok(Device::Cuda(_)))
-    }
-
-    /// True if weights are corrected for what the rounded layers before them change: trellises rounded by their moments,
-    /// of layers with one MLP and one stream, on a CPU.
-    pub(super) fn corrects(&self) -> bool {
-        self.method.needs() == Needs::Hessian
-            && self.options.schemes.have_trellis()
-            && untrainable(self.config()).is_none()
-            && !self.is_on_gpu()
     }
 
     /// True if a missed limit leads to measuring sensitivity. A target size is kept whatever the

@@ -5,7 +5,6 @@ use super::job::Job;
 use super::plan::{FINISHED_LAYERS, LAYERS};
 use super::state::{State, StepReport, key, save, step_name};
 use crate::calibration::Sequences;
-use crate::drift;
 use crate::error::Result;
 use crate::layers::{self, RowProgress};
 use crate::linalg::read_row;
@@ -47,20 +46,14 @@ impl Job<'_> {
             }
             None => None,
         };
-        // What the source makes of the same text, where weights are corrected for the difference.
-        let mut source = match calibration.filter(|_| self.corrects()) {
-            Some(text) => Some(self.embed_source(text)?),
-            None => None,
-        };
         let tokens = calibration.map_or(0, Sequences::tokens) as u64;
-        let passes = if source.is_some() { 2 } else { 1 };
         let finished = self.finished(writer, state, schemes)?;
         if let (Some(stream), 1..) = (&mut stream, finished) {
             // The layers that follow are calibrated on what these make of the text.
             (self.progress).begin(
                 FINISHED_LAYERS,
-                finished as u64 * passes * tokens,
-                Unit::Layers(passes * tokens),
+                finished as u64 * tokens,
+                Unit::Layers(tokens),
             );
             for index in 0..finished {
                 let Some(staged) = writer.staged(&step_name(index))? else {
@@ -74,23 +67,19 @@ impl Job<'_> {
                     progress: &self.progress,
                 };
                 stepper.layer(index, &weights, stream, &mut pass)?;
-                if let Some(source) = &mut source {
-                    let weights = LayerWeights::read(self.checkpoint.store(), config, index)?;
-                    stepper.layer(index, &weights, source, &mut pass)?;
-                }
             }
             self.progress.end();
         }
         let linears = config.layers().map(|l| l.linears().len()).max();
         let share = tokens.max(linears.unwrap_or(0) as u64); // of a layer's rounding
-        let parts = (1 + passes) * tokens + share;
+        let parts = 2 * tokens + share;
         (self.progress).begin(LAYERS, layers as u64 * parts, Unit::Layers(parts));
         self.progress.kept(finished as u64 * parts);
         for index in finished..layers {
             let step = step_name(index);
             let of_layer = schemes.of_layer(config, index);
-            let streams = stream.as_ref().map(|stream| (stream, source.as_mut()));
-            let done = self.quantize_layer(index, streams, stepper.as_mut(), &of_layer, share)?;
+            let done =
+                self.quantize_layer(index, stream.as_ref(), stepper.as_mut(), &of_layer, share)?;
             for f in &done.fallbacks {
                 self.progress.note(f);
             }
@@ -150,13 +139,6 @@ impl Job<'_> {
         text.show(self.embed_ids(schemes, text)?)
     }
 
-    /// The calibration text looked up in the source's embedding, with the rows of its images.
-    fn embed_source(&self, text: &Sequences) -> Result<Hidden> {
-        let embedding = models::embedding(self.checkpoint.store(), self.config())?;
-        let streams = self.config().streams();
-        text.show(Hidden::embed(&embedding, &text.ids, streams)?)
-    }
-
     fn embed_ids(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims().pair();
@@ -199,7 +181,7 @@ impl Job<'_> {
     fn quantize_layer(
         &self,
         index: usize,
-        streams: Option<(&Hidden, Option<&mut Hidden>)>,
+        stream: Option<&Hidden>,
         stepper: &mut dyn LayerStepper,
         schemes: &LayerSchemes,
         share: u64,
@@ -208,17 +190,11 @@ impl Job<'_> {
         let source = LayerWeights::read(store, config, index)?;
         mapping::trim_heap();
         let mut rare = None;
-        let stats = match streams {
-            Some((hidden, of_source)) => {
+        let stats = match stream {
+            Some(hidden) => {
                 let needs = self.method.needs();
                 let progress = &self.progress;
-                let gather = || -> Result<_> {
-                    let Some(of_source) = of_source else {
-                        return layers::gather(stepper, index, &source, hidden, needs, progress);
-                    };
-                    let streams = (hidden, of_source);
-                    drift::gather(stepper, index, &source, streams, progress)
-                };
+                let gather = || layers::gather(stepper, index, &source, hidden, needs, progress);
                 let (stats, hits) = progress.time(GATHERING, gather)?;
                 rare = hits.rare();
                 Some(stats)

@@ -27,7 +27,6 @@ mod tune;
 
 use crate::allocation;
 use crate::calibration::{CalibrationSource, Sequences};
-use crate::drift;
 use crate::error::{Error, Result};
 use crate::linalg::read_row;
 use crate::memory;
@@ -97,7 +96,6 @@ impl Job<'_> {
             "seed": o.seed,
             "tuning": o.tuning,
             "vision_8": o.vision_8,
-            "drift_corrected": self.corrects(),
         })
     }
 
@@ -325,13 +323,6 @@ impl Job<'_> {
             let (n, length) = self.shape();
             settings.insert("sequences".into(), n.into());
             settings.insert("sequence_length".into(), length.into());
-            if schemes.have_trellis() {
-                let corrected = match self.corrects() {
-                    true => drift::SHARE.into(),
-                    false => false.into(),
-                };
-                settings.insert("drift_corrected".into(), corrected);
-            }
         }
         if let Some(choices) = self.choices(state, schemes) {
             settings.insert("allocation".into(), json!(choices));

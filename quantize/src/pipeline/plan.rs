@@ -170,12 +170,7 @@ impl Job<'_> {
         }
         let calibrated = match self.method.needs() {
             Needs::Nothing => 0.0,
-            _ => {
-                let once =
-                    pace.gather(pass(tokens(calibration))) + pace.run(pass(tokens(calibration)));
-                // The source's layers run, too, and its inputs are multiplied by those of the others.
-                if self.corrects() { 2.0 * once } else { once }
-            }
+            _ => pace.gather(pass(tokens(calibration))) + pace.run(pass(tokens(calibration))),
         };
         stages.push((LAYERS, calibrated + pace.round(work.rounding)));
         stages.push((ENDS, pace.round(work.ends)));

@@ -15,8 +15,6 @@ pub struct InputStats {
     pub hessian: Option<Arc<dyn Hessian>>,
     /// Number of inputs that these are means of; 0 if that is not known.
     pub rows: usize,
-    /// What a weight `W` of these inputs is corrected by, `W + W C`, before it is rounded to a trellis: `[in, in]`.
-    pub correction: Option<Arc<Matrix>>,
 }
 
 impl InputStats {
@@ -25,7 +23,7 @@ impl InputStats {
         InputStats {
             mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
             hessian: Some(Arc::new(moments)),
-            ..InputStats::default()
+            rows: 0,
         }
     }
 
@@ -34,7 +32,7 @@ impl InputStats {
         InputStats {
             mean_square: moments.diagonal().to_vec(),
             hessian: Some(Arc::new(DeviceHessian(moments))),
-            ..InputStats::default()
+            rows: 0,
         }
     }
 
@@ -46,7 +44,6 @@ impl InputStats {
         let moments = nq_load::gpu::moments(gpu, &moments.data, moments.cols)?;
         Ok(InputStats {
             rows: self.rows,
-            correction: self.correction,
             ..InputStats::on_device(moments)
         })
     }
