@@ -1,10 +1,7 @@
 //! The forward of a layer, written once: its blocks' operations in their order. Each device
 //! runs them its own way, over its own buffers, and may queue or record them.
 
-use crate::{
-    AttentionSpec, BlockSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, ModelConfig,
-    NormSpec, Product, VectorRow,
-};
+use crate::{AttentionSpec, BlockSpec, DeltaSpec, LayerSpec, Mixer, MlpSpec, ModelConfig, Product};
 
 pub use crate::packed::{Packed, VectorSpec};
 pub use crate::streams::{Hyper, Indexer, Ngrams, StreamVerbs};

@@ -7,7 +7,6 @@ use nq_runtime::checks::check_tokens;
 use nq_runtime::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead};
 use nq_runtime::sampler::Sampler;
 use nq_runtime::{Error, Result};
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 impl StepsAhead for WgpuSession {

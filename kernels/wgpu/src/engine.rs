@@ -8,11 +8,11 @@ use crate::program::{Program, unserved};
 use crate::session::WgpuSession;
 use crate::sizes::Sizes;
 use crate::timer::MOST_TIMED;
-use nq_formats::{Progress, Weight, WeightStore};
+use nq_formats::{Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
 use nq_kernels::profile::OpTiming;
-use nq_model::forward::{Layer, Mix};
+use nq_model::forward::Layer;
 use nq_model::{LinearKind, ModelConfig, Product};
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::{

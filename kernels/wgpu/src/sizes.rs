@@ -1,7 +1,7 @@
 //! The memory of a session, in bytes of each of its buffers: what is planned is what is allocated.
 
 use crate::experts::group_words;
-use crate::kernels::{Heads, SPLITS};
+use crate::kernels::{DRAW_PARTS, Heads, SPLITS};
 use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::recurrence::state_len;

@@ -1,6 +1,7 @@
 //! What models of several streams keep of sequences, and need besides while they run.
 
 use crate::KvPages;
+use nq_kernels::pages::{KvType, PAGE};
 use nq_model::{IndexerShape, ModelConfig, NgramTable};
 use nq_runtime::ngrams::NgramRows;
 use nq_runtime::rope::Rotary;
@@ -53,7 +54,7 @@ fn widths(c: &ModelConfig) -> [usize; 8] {
 }
 
 /// Pages of the positions that a row attends to at most.
-fn gathered_pages(c: &ModelConfig) -> usize {
+pub(super) fn gathered_pages(c: &ModelConfig) -> usize {
     c.indexer.map_or(0, |i| i.most_positions().div_ceil(PAGE))
 }
 

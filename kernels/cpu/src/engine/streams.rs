@@ -3,15 +3,15 @@
 
 use super::cache::{KeptInput, StateParts};
 use super::layer::{MarkSide, Pass};
-use super::stream_states::{StreamInputs, StreamScratch, append_index_keys, append_ngrams};
+use super::stream_states::{
+    StreamInputs, StreamScratch, append_index_keys, append_ngrams, gathered_pages,
+};
 use crate::ops::streams::{activate, weigh};
-use crate::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
+use crate::{Cpu, Epilogue, KvSequence, Linear, Span};
 use nq_formats::adapter::ProductKey;
-use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::pages::PAGE;
 use nq_model::forward::{Hyper, Indexer, Ngrams, Packed, StreamVerbs};
 use nq_model::{IndexerShape, ModelConfig, NgramTable};
-use nq_runtime::ngrams::NgramRows;
-use nq_runtime::rope::Rotary;
 use nq_runtime::{Error, Result};
 
 /// What weighs the streams that a block, or the head, reads: `[rank, streams hidden]` and `[streams hidden, rank]`.
