@@ -297,7 +297,8 @@ fn flash_next_is_quantized() {
         let parts = layers
             .iter()
             .filter(|l| l["name"].as_str().unwrap().contains("shard_"));
-        assert!(parts.clone().all(|l| l["bits"].to_string() == bits));
+        let of_part: u64 = bits.parse().unwrap();
+        assert!(parts.clone().all(|l| l["bits"] == of_part));
         assert_eq!(parts.count(), 4, "{bits}");
         let seen = report(home.path(), &["inspect", &path(&name), "--verify"]);
         let tensors = seen["tensors"].as_array().unwrap();

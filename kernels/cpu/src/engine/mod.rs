@@ -1,4 +1,4 @@
-//! The CPU engine: nq's own forward over the operations of [`Cpu`].
+//! The CPU engine: nq's own forward over the operations of [`Cpu`](crate::Cpu).
 
 mod adapters;
 mod cache;
