@@ -175,8 +175,8 @@ impl ModelConfig {
         }
     }
 
-    /// Number of parameters used for one token; all if there are no experts. The embedding counts
-    /// only if it is the head, and of a table of n-grams what one token reads.
+    /// Number of parameters used for one token, with all of the embedding; all of the model's if there are no experts. Of
+    /// a table of n-grams those count that one token reads.
     pub fn active_parameters(&self) -> usize {
         let Some(experts) = self.experts else {
             return self.trunk_parameters();
