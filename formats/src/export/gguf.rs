@@ -199,7 +199,7 @@ fn rope_divisors(c: &ModelConfig) -> Option<Vec<f32>> {
 }
 
 /// What a tensor of the file holds.
-struct Held {
+struct StoredPart {
     /// The parameter, or of several the first.
     name: String,
     /// Of all that it holds.
@@ -209,10 +209,10 @@ struct Held {
 }
 
 /// What tensors of the file hold of the parameters `all`: queries and key of an indexer apart, and a table of n-grams whole.
-fn held(c: &ModelConfig, all: Vec<(String, Shape)>) -> Vec<Held> {
+fn held(c: &ModelConfig, all: Vec<(String, Shape)>) -> Vec<StoredPart> {
     let (indexer, parts) = (c.indexer, c.ngrams.as_ref().map_or(1, |n| n.parts));
     let of_parameter = |(name, shape): (String, Shape)| {
-        let whole = |shape| Held {
+        let whole = |shape| StoredPart {
             name: name.clone(),
             shape,
             rows: None,
@@ -226,7 +226,7 @@ fn held(c: &ModelConfig, all: Vec<(String, Shape)>) -> Vec<Held> {
             (Some(_), ..) => Vec::new(),
             (None, Some(LinearKind::IndexQk), Some(indexer)) => {
                 let queries = indexer.heads * indexer.head_dim;
-                let part = |held: Range<usize>| Held {
+                let part = |held: Range<usize>| StoredPart {
                     name: name.clone(),
                     shape: Shape::Matrix(held.len(), cols),
                     rows: Some(held),
@@ -303,7 +303,7 @@ fn plan(
         let change = Change::Kept(Exactness::ValuesRounded(to));
         (kind, How::Encode, change)
     };
-    for Held {
+    for StoredPart {
         name,
         shape,
         rows: held,

@@ -54,7 +54,7 @@ pub(super) fn labels(
 }
 
 /// What a configuration needs to know of the tensors of a file.
-pub(super) struct Tensors<'a> {
+pub(super) struct FoundTensors<'a> {
     /// The type of `token_embd.weight`.
     pub(super) embedding: BlockType,
     /// The rows of `token_embd.weight`.
@@ -74,7 +74,7 @@ pub(super) struct Tensors<'a> {
 pub(super) fn config(
     file: &GgufFile,
     architecture: &Architecture,
-    tensors: &Tensors<'_>,
+    tensors: &FoundTensors<'_>,
     vocabulary: &Vocabulary<'_>,
 ) -> Result<Map<String, Value>> {
     let key = |name: &str| format!("{}.{name}", architecture.gguf);

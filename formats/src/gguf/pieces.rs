@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Rows of a tensor that are rows of a matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct StoredRows {
     /// The tensor.
     pub(super) stored: String,
     /// Its shape, outermost dimension first.
@@ -57,12 +57,12 @@ impl Elsewhere {
     }
 
     /// Where its rows are, those of a matrix of `dims` in a model of shape `c`.
-    pub(super) fn pieces(&self, c: &ModelConfig, dims: Dims) -> Vec<Piece> {
+    pub(super) fn pieces(&self, c: &ModelConfig, dims: Dims) -> Vec<StoredRows> {
         let Dims { rows, cols } = dims;
         match self {
             Elsewhere::Index([q, k]) => {
                 let key = c.indexer.map_or(0, |i| i.head_dim).min(rows);
-                let whole = |stored: &String, rows| Piece {
+                let whole = |stored: &String, rows| StoredRows {
                     stored: stored.clone(),
                     shape: vec![rows, cols],
                     rows: 0..rows,
@@ -74,7 +74,7 @@ impl Elsewhere {
                 let each = rows / experts;
                 let of_expert = |expert: usize| {
                     let first = (2 * expert + usize::from(*up)) * each;
-                    Piece {
+                    StoredRows {
                         stored: stored.clone(),
                         shape: vec![experts, 2 * each, cols],
                         rows: first..first + each,
@@ -84,7 +84,7 @@ impl Elsewhere {
             }
             Elsewhere::Table(part) => {
                 let parts = c.ngrams.as_ref().map_or(1, |n| n.parts);
-                vec![Piece {
+                vec![StoredRows {
                     stored: TABLE.into(),
                     shape: vec![rows * parts, cols],
                     rows: part * rows..(part + 1) * rows,

@@ -1,13 +1,13 @@
 //! Opens GGUF checkpoints: finds the files, joins split ones, reads weights.
 
 use super::architecture::{Pooling, architecture, pooling};
-use super::config::{self, CLASSIFIER, Tensors};
+use super::config::{self, CLASSIFIER, FoundTensors};
 use super::file::{GgufFile, MAGIC};
 use super::hyper::{self, TABLE};
 use super::mmproj::{self, WithTower};
 use super::names::{self, ROPE_FACTORS};
 use super::order::{apart, pairs_of};
-use super::pieces::{Elsewhere, Piece};
+use super::pieces::{Elsewhere, StoredRows};
 use super::split::{SUFFIX, Split, open_set};
 use super::tokenizer::{self, Vocabulary};
 use super::value::malformed;
@@ -172,7 +172,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         }
         None => None,
     };
-    let tensors = Tensors {
+    let tensors = FoundTensors {
         embedding: embedding.kind,
         vocab: embedding.shape.first().copied().unwrap_or(0),
         tied,
@@ -393,7 +393,7 @@ impl GgufStore {
     }
 
     /// The matrix of these rows. Of one piece, they are those of the file; pieces of several types become f32.
-    fn joined(&self, pieces: &[Piece], dims: Dims) -> Result<Stored> {
+    fn joined(&self, pieces: &[StoredRows], dims: Dims) -> Result<Stored> {
         let mut parts = Vec::with_capacity(pieces.len());
         for piece in pieces {
             let (kind, bytes) = self.require_stored(&piece.stored, &piece.shape)?;

@@ -51,7 +51,7 @@ pub(crate) struct Buffers {
 
 /// A buffer of parts of as many bytes: pages or states.
 #[derive(Clone, Copy)]
-pub(crate) struct Places<'a> {
+pub(crate) struct CopyPlaces<'a> {
     pub(crate) buffer: &'a Buffer,
     pub(crate) bytes: usize,
 }
@@ -117,21 +117,21 @@ impl Buffers {
 
 impl Buffers {
     /// Keys, values and their scales of all layers with attention, with the bytes of a page of each.
-    pub(crate) fn pages(&self, sizes: &Sizes) -> Vec<Places<'_>> {
+    pub(crate) fn pages(&self, sizes: &Sizes) -> Vec<CopyPlaces<'_>> {
         let all = self.kept.iter().map(|kept| match kept {
             Kept::Pages(pages) => &pages[..],
             Kept::States(_) => &[],
         });
-        let places = |(buffer, bytes)| Places { buffer, bytes };
+        let places = |(buffer, bytes)| CopyPlaces { buffer, bytes };
         let all = all.flat_map(|pages| pages.iter().zip(sizes.page).map(places));
         all.filter(|places| places.bytes > 0).collect()
     }
 
     /// States of all layers with recurrences, with the bytes of one.
-    pub(crate) fn states(&self, sizes: &Sizes) -> Vec<Places<'_>> {
+    pub(crate) fn states(&self, sizes: &Sizes) -> Vec<CopyPlaces<'_>> {
         let bytes = sizes.state;
         let all = self.kept.iter().filter_map(|kept| match kept {
-            Kept::States(buffer) => Some(Places { buffer, bytes }),
+            Kept::States(buffer) => Some(CopyPlaces { buffer, bytes }),
             Kept::Pages(_) => None,
         });
         all.collect()

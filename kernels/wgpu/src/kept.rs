@@ -1,6 +1,6 @@
 //! What a session keeps of its sequences: pages, states, and snapshots of these.
 
-use crate::buffers::Places;
+use crate::buffers::CopyPlaces;
 use crate::session::WgpuSession;
 use nq_runtime::checks::check_bytes;
 use nq_runtime::interface::{Chunk, Pages};
@@ -49,13 +49,13 @@ impl WgpuSession {
     }
 
     /// In each of `all`, copies parts from and to these places.
-    pub(crate) fn copy_parts(&self, all: &[Places<'_>], moves: &[(usize, usize)]) {
+    pub(crate) fn copy_parts(&self, all: &[CopyPlaces<'_>], moves: &[(usize, usize)]) {
         if moves.iter().all(|(from, to)| from == to) {
             return;
         }
         let (gpu, through) = (&self.model.gpu, &self.buffers.moved);
         let mut encoder = gpu.encoder();
-        for Places { buffer, bytes } in all {
+        for CopyPlaces { buffer, bytes } in all {
             for (from, to) in moves {
                 let size = *bytes as u64;
                 let [from, to] = [from, to].map(|at| *at as u64 * size);
@@ -67,9 +67,9 @@ impl WgpuSession {
     }
 
     /// Appends part `at` of each of `all` to `out`.
-    fn read_parts(&self, all: &[Places<'_>], at: usize, out: &mut Vec<u8>) -> Result<()> {
+    fn read_parts(&self, all: &[CopyPlaces<'_>], at: usize, out: &mut Vec<u8>) -> Result<()> {
         let (gpu, mut values) = (&self.model.gpu, Vec::new());
-        for &Places { buffer, bytes } in all {
+        for &CopyPlaces { buffer, bytes } in all {
             let staging = gpu.staging(bytes)?;
             let mut encoder = gpu.encoder();
             encoder.copy_buffer_to_buffer(buffer, (at * bytes) as u64, &staging, 0, bytes as u64);
@@ -82,9 +82,9 @@ impl WgpuSession {
     }
 
     /// Writes what [`WgpuSession::read_parts`] has read to part `at` of each of `all`.
-    fn write_parts(&self, all: &[Places<'_>], at: usize, from: &[u8]) -> Result<()> {
+    fn write_parts(&self, all: &[CopyPlaces<'_>], at: usize, from: &[u8]) -> Result<()> {
         let mut rest = from;
-        for &Places { buffer, bytes } in all {
+        for &CopyPlaces { buffer, bytes } in all {
             let (part, others) = rest.split_at(bytes);
             self.model.gpu.write(buffer, at * bytes, part);
             rest = others;

@@ -2,7 +2,7 @@
 
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
-use super::step_rows::{StepRows, StepShape, most_rows};
+use super::step_rows::{StepRows, StepSizes, most_rows};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
 use crate::engine::held::largest_mixture;
@@ -81,7 +81,7 @@ impl SessionMemory {
             DraftedBy::Layer(layer) => Some(DraftMemory::new(gpu, layer, head, spec)?),
             DraftedBy::Nothing | DraftedBy::Tokens => None,
         };
-        let shape = StepShape {
+        let shape = StepSizes {
             rows,
             few_rows: request.few_rows,
             kv: spec.kv,

@@ -26,7 +26,7 @@ pub(super) const PENDING: u32 = u32::MAX;
 
 /// What the size of [`StepRows`] depends on besides the model.
 #[derive(Clone, Copy)]
-pub(super) struct StepShape {
+pub(super) struct StepSizes {
     /// Most rows of a step.
     pub(super) rows: usize,
     /// Most of them that the kernels for few rows take.
@@ -143,9 +143,9 @@ impl StepRows {
         gpu: &Gpu,
         c: &ModelConfig,
         head: &DeviceLinear,
-        shape: StepShape,
+        shape: StepSizes,
     ) -> Result<Self> {
-        let StepShape {
+        let StepSizes {
             rows,
             few_rows,
             kv,
