@@ -113,9 +113,7 @@ impl Buffers {
             drawn: gpu.staging(sizes.best)?,
         })
     }
-}
 
-impl Buffers {
     /// Keys, values and their scales of all layers with attention, with the bytes of a page of each.
     pub(crate) fn pages(&self, sizes: &Sizes) -> Vec<CopyPlaces<'_>> {
         let all = self.kept.iter().map(|kept| match kept {

@@ -2,8 +2,9 @@
 //! loaded. `wgpu` finds the drivers when the program runs: a machine without one runs as before.
 //!
 //! `pack` says how weights lie in memory, `linear` of which buffers they are, `product` which kernel multiplies with
-//! them, `recurrence`, `experts` and `kernels` which others there are, `program` what a pass launches, `session` what it is fed, `ahead` how the device
-//! draws tokens. Keys and values are pairs of f16 in words of 32 bits, so that no adapter needs 16-bit types.
+//! them, `recurrence`, `experts` and `kernels` which others there are, `program` what a pass launches, `session` what
+//! it is fed, `ahead` how the device draws tokens. Keys and values are pairs of f16 in words of 32 bits, so that no
+//! adapter needs 16-bit types.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
 

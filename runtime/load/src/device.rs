@@ -77,7 +77,7 @@ impl Device {
 
 impl Device {
     /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs,
-    /// which serve dense models only, are asked for by name.
+    /// of which none but NVIDIA's has been tried, are asked for by name.
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.

@@ -43,8 +43,9 @@ pub struct EngineOptions {
     /// Longest time that decoding requests wait for a prompt to be computed whole; one that takes longer
     /// is cut into pieces that take less than two of their steps.
     pub prompt_time: Duration,
-    /// Longest time that decoding requests wait for prompts in a step, whether these are computed whole or in pieces;
-    /// `None`: as [`EngineOptions::prompt_time`] and their own steps say.
+    /// Longest time that decoding requests are to wait for prompts in a step, as far as past steps tell, whether prompts
+    /// are computed whole or in pieces of at least [`EngineOptions::least_rows`]; `None`: as
+    /// [`EngineOptions::prompt_time`] and their own steps say.
     pub max_pause: Option<Duration>,
     /// Longest step of prompts while nothing decodes.
     pub prompt_time_alone: Duration,
