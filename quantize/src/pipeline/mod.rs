@@ -67,13 +67,12 @@ impl Job<'_> {
             .iter()
             .map(|(name, s)| (name.clone(), json!(s)))
             .collect();
-        json!({
+        let mut plan = json!({
             "source": source,
             "method": self.method.name(),
             "settings": self.method.settings(),
             "linears": o.schemes.linears,
             "head": o.schemes.head,
-            "tables": o.schemes.tables,
             "overrides": overrides,
             "target": match o.target {
                 None => Value::Null,
@@ -96,7 +95,12 @@ impl Job<'_> {
             "seed": o.seed,
             "tuning": o.tuning,
             "vision_8": o.vision_8,
-        })
+        });
+        // Plans of models without tables are those of versions that knew none, whose unfinished work can be resumed.
+        if let Some(tables) = o.schemes.tables {
+            plan["tables"] = json!(tables);
+        }
+        plan
     }
 
     /// Quantizes, measures and writes.
