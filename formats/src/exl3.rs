@@ -377,25 +377,27 @@ impl Exl3Weight {
         out.copy_from_slice(&values[row % BLOCK * cols..][..cols]);
     }
 
-    /// Rows `rows` as a weight of its own; `None` unless they are whole blocks of 128.
-    pub fn rows(&self, rows: Range<usize>) -> Option<Exl3Weight> {
-        let whole = rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK);
-        if !whole || rows.is_empty() || rows.end > self.dims.rows {
+    /// The rows `ranges`, one range after another, as a weight of its own; `None` unless they are whole blocks of 128.
+    pub fn rows(&self, ranges: &[Range<usize>]) -> Option<Exl3Weight> {
+        let whole = |rows: &Range<usize>| {
+            let blocks = rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK);
+            blocks && !rows.is_empty() && rows.end <= self.dims.rows
+        };
+        if !ranges.iter().all(whole) {
             return None;
         }
         let size = self.scheme.tile_bytes();
-        let part = rows.start / TILE * size..rows.end / TILE * size;
+        let of_tiles = |rows: &Range<usize>| rows.start / TILE * size..rows.end / TILE * size;
         let lines = self.tiles.chunks_exact(self.dims.rows / TILE * size);
-        let tiles: Vec<u8> = lines
-            .flat_map(|line| &line[part.clone()])
-            .copied()
-            .collect();
+        let tiles = lines.flat_map(|line| ranges.iter().flat_map(move |r| &line[of_tiles(r)]));
+        let scales = ranges.iter().flat_map(|r| &self.output_scales[r.clone()]);
+        let output_scales: Vec<f16> = scales.copied().collect();
         Some(Exl3Weight {
             scheme: self.scheme,
-            dims: Dims::new(rows.len(), self.dims.cols),
-            tiles: tiles.into(),
+            dims: Dims::new(output_scales.len(), self.dims.cols),
+            tiles: tiles.copied().collect::<Vec<u8>>().into(),
             input_scales: self.input_scales.clone(),
-            output_scales: self.output_scales[rows].into(),
+            output_scales: output_scales.into(),
         })
     }
 }

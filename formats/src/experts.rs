@@ -10,12 +10,12 @@ use crate::pack::pack_rows;
 use crate::scheme::{AffineScheme, Scales, Scheme, Zeros};
 use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, rows_of};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
 use nq_model::names::{expert_name, in_experts, stack};
-use nq_model::{Dims, Experts, LinearKind, LinearSpec, ModelConfig};
+use nq_model::{DType, Dims, Experts, LinearKind, LinearSpec, ModelConfig};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -38,26 +38,41 @@ impl Weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => {
                 Weight::Quantized(QuantizedWeight::Affine(affine_rows(a, rows)))
             }
-            Weight::Quantized(QuantizedWeight::Exl3(w)) => match w.rows(rows.clone()) {
-                Some(part) => Weight::Quantized(QuantizedWeight::Exl3(part)),
+            Weight::Quantized(_) => self.row_ranges(&[rows]),
+        }
+    }
+
+    /// The rows `ranges` of a weight that is not dense, one range after another: as [`Weight::rows`] those of one.
+    ///
+    /// # Panics
+    /// If the weight does not have these rows, or is dense or of integers.
+    pub(crate) fn row_ranges(&self, ranges: &[Range<usize>]) -> Weight {
+        let cols = self.dims().cols;
+        let values = match self {
+            Weight::Quantized(QuantizedWeight::Exl3(w)) => match w.rows(ranges) {
+                Some(part) => return Weight::Quantized(QuantizedWeight::Exl3(part)),
                 None => {
                     let all = w.to_f32().expect("a checked weight has values");
-                    Weight::Dense(all).rows(rows)
+                    rows_of(all.data(), 4 * cols, ranges)
                 }
             },
-            Weight::Quantized(QuantizedWeight::Trellis(t)) => match t.rows(rows.clone()) {
-                Some(part) => Weight::Quantized(QuantizedWeight::Trellis(part)),
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => match t.rows(ranges) {
+                Some(part) => return Weight::Quantized(QuantizedWeight::Trellis(part)),
                 None => {
-                    let cols = t.in_features();
-                    let mut values = vec![0.0; rows.len() * cols];
-                    for (row, values) in rows.clone().zip(values.chunks_exact_mut(cols)) {
-                        t.dequantize_row(row, values);
+                    let mut row = vec![0.0; cols];
+                    let mut values = Vec::new();
+                    for place in ranges.iter().cloned().flatten() {
+                        t.dequantize_row(place, &mut row);
+                        values.extend(row.iter().flat_map(|v: &f32| v.to_le_bytes()));
                     }
-                    let part = Tensor::from_f32(vec![rows.len(), cols], values);
-                    Weight::Dense(part.expect("whole rows of a matrix are one"))
+                    values.into()
                 }
             },
-        }
+            _ => panic!("rows of {}", self.scheme_name()),
+        };
+        let shape = vec![values.len() / (4 * cols), cols];
+        let part = Tensor::new(DType::F32, shape, values);
+        Weight::Dense(part.expect("whole rows of a matrix are one"))
     }
 
     /// The weights of this stack, one for each of `experts`.

@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 use crate::pack::{pack_row, unpack_row};
 use crate::scheme::{Bits, Group, Scales, Scheme};
 use crate::store::{Overlay, TensorEntry, WeightStore};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, rows_of};
+use crate::trellis;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
@@ -162,7 +163,9 @@ impl Shard {
                         (linear.name(index), cut)
                     }
                 };
-                cuts.insert(name, cut);
+                if !(cut.has_all_rows() && cut.has_all_cols()) {
+                    cuts.insert(name, cut);
+                }
             }
         }
         if !c.tie_word_embeddings {
@@ -317,9 +320,6 @@ impl Overlay for ShardStore<'_> {
             return self.inner.vector(&self.inner_name(name), len);
         };
         let whole = self.inner.vector(&self.inner_name(name), cut.dims.rows)?;
-        if is_all(&cut.rows, cut.dims.rows) {
-            return Ok(whole);
-        }
         let size = whole.dtype().size();
         let data = rows_of(whole.data(), size, &cut.rows);
         Tensor::new(whole.dtype(), vec![data.len() / size], data)
@@ -348,14 +348,19 @@ impl Overlay for ShardStore<'_> {
                 whole.release();
                 Ok(part)
             }
-            Err(_) => Overlay::matrix(self, name, dims),
+            Err(_) if !cut.has_all_cols() => Overlay::matrix(self, name, dims),
+            Err(e) => Err(e),
         }
     }
 
-    /// None of parts of a matrix, which may be cut through a span of scales.
+    /// Not that in levels of parts of rows, which may be cut through a span of scales.
     fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
         match self.cuts.get(name) {
-            Some(_) => Overlay::scheme(self, name),
+            Some(cut) if !cut.has_all_cols() => Overlay::scheme(self, name),
+            Some(cut) => {
+                let scheme = self.inner.scheme_in_levels(&self.inner_name(name))?;
+                cut.keeps(scheme).then_some(scheme)
+            }
             None => self.inner.scheme_in_levels(&self.inner_name(name)),
         }
     }
@@ -375,18 +380,6 @@ impl Overlay for ShardStore<'_> {
             Some(_) => None,
         };
         entries.filter_map(own).collect()
-    }
-}
-
-/// The rows `rows` of `stride` bytes.
-fn rows_of(data: &Bytes, stride: usize, rows: &[Range<usize>]) -> Bytes {
-    let bytes = |r: &Range<usize>| r.start * stride..r.end * stride;
-    match rows {
-        [one] => data.slice(bytes(one)),
-        rows => {
-            let parts: Vec<&[u8]> = rows.iter().map(|r| &data[bytes(r)]).collect();
-            parts.concat().into()
-        }
     }
 }
 
@@ -454,18 +447,31 @@ impl Weight {
 }
 
 impl Cut {
+    fn has_all_rows(&self) -> bool {
+        is_all(&self.rows, self.dims.rows)
+    }
+
+    fn has_all_cols(&self) -> bool {
+        is_all(&self.cols, self.dims.cols)
+    }
+
+    /// True if its rows keep their codes in `scheme`, whose rows may lie in strips or blocks that have codes in common.
+    fn keeps(&self, scheme: Scheme) -> bool {
+        let together = match scheme {
+            Scheme::Affine(_) => 1,
+            Scheme::Trellis(_) => trellis::STRIP,
+            Scheme::Exl3(_) => trellis::BLOCK,
+        };
+        let whole = |n: usize| n.is_multiple_of(together);
+        self.rows.iter().all(|r| whole(r.start) && whole(r.end))
+    }
+
     /// This part of `whole`.
     ///
     /// # Errors
     /// [`Error::Weight`] if it cuts through what inputs have in common.
     fn of(&self, whole: &Weight) -> Result<Weight> {
-        let (all_rows, all_cols) = (
-            is_all(&self.rows, self.dims.rows),
-            is_all(&self.cols, self.dims.cols),
-        );
-        if all_rows && all_cols {
-            return Ok(whole.clone());
-        }
+        let all_cols = self.has_all_cols();
         match whole {
             Weight::Dense(t) => {
                 let size = t.dtype().size();
@@ -486,14 +492,12 @@ impl Cut {
                 let part = self.affine(a)?;
                 Ok(Weight::Quantized(QuantizedWeight::Affine(part)))
             }
-            Weight::Quantized(trellis) => match &self.rows[..] {
-                [rows] if all_cols => Ok(whole.rows(rows.clone())),
-                _ => Err(Error::Weight {
-                    what: "inputs of several devices",
-                    expected: "integers or floats".into(),
-                    found: trellis.scheme().to_string(),
-                }),
-            },
+            Weight::Quantized(_) if all_cols => Ok(whole.row_ranges(&self.rows)),
+            Weight::Quantized(trellis) => Err(Error::Weight {
+                what: "inputs of several devices",
+                expected: "integers or floats".into(),
+                found: trellis.scheme().to_string(),
+            }),
         }
     }
 

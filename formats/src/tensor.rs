@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use bytes::Bytes;
 use half::{bf16, f16};
 use nq_model::DType;
+use std::ops::Range;
 
 /// A dense row-major tensor. Its bytes (little endian) may be a view of a memory-mapped file,
 /// of any alignment; cloning shares them.
@@ -136,5 +137,17 @@ struct ByteVec(Vec<f32>);
 impl AsRef<[u8]> for ByteVec {
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
+    }
+}
+
+/// The rows `rows` of `stride` bytes.
+pub(crate) fn rows_of(data: &Bytes, stride: usize, rows: &[Range<usize>]) -> Bytes {
+    let bytes = |r: &Range<usize>| r.start * stride..r.end * stride;
+    match rows {
+        [one] => data.slice(bytes(one)),
+        rows => {
+            let parts: Vec<&[u8]> = rows.iter().map(|r| &data[bytes(r)]).collect();
+            parts.concat().into()
+        }
     }
 }

@@ -463,19 +463,30 @@ impl TrellisWeight {
         }
     }
 
-    /// Rows `rows` as a weight of its own that shares the sequences; `None` unless they are whole strips (the last of
-    /// all rows may be short).
-    pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<TrellisWeight> {
-        let ends = rows.end.is_multiple_of(STRIP) || rows.end == self.out_features;
-        if !rows.start.is_multiple_of(STRIP) || !ends || rows.end > self.out_features {
-            return None;
-        }
+    /// The rows `ranges`, one range after another, as a weight of its own, which shares the sequences of a single range;
+    /// `None` unless they are whole strips (the last of all rows may be short, if no range follows it).
+    pub fn rows(&self, ranges: &[std::ops::Range<usize>]) -> Option<TrellisWeight> {
         let strip = self.scheme.strip_bytes(self.in_features);
-        let strips = rows.start / STRIP..rows.end.div_ceil(STRIP);
+        let (mut words, mut row_scales) = (Vec::with_capacity(ranges.len()), Vec::new());
+        for (place, rows) in ranges.iter().enumerate() {
+            let last = rows.end == self.out_features && place + 1 == ranges.len();
+            let whole =
+                rows.start.is_multiple_of(STRIP) && (rows.end.is_multiple_of(STRIP) || last);
+            if !whole || rows.end > self.out_features {
+                return None;
+            }
+            let strips = rows.start / STRIP..rows.end.div_ceil(STRIP);
+            words.push(self.words.slice(strips.start * strip..strips.end * strip));
+            row_scales.extend_from_slice(&self.row_scales[rows.clone()]);
+        }
+        let words = match <[Bytes; 1]>::try_from(words) {
+            Ok([words]) => words,
+            Err(words) => words.concat().into(),
+        };
         Some(TrellisWeight {
-            out_features: rows.len(),
-            words: self.words.slice(strips.start * strip..strips.end * strip),
-            row_scales: self.row_scales[rows].into(),
+            out_features: row_scales.len(),
+            words,
+            row_scales: row_scales.into(),
             ..self.clone()
         })
     }

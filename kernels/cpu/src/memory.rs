@@ -1,9 +1,14 @@
 //! Memory that kernels read and write: cache-line aligned buffers, and slices
 //! of which several threads write disjoint parts.
 
+use memmap2::MmapOptions;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom, Write};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -102,7 +107,7 @@ pub(crate) struct Buffer<T: Plain> {
     data: NonNull<T>,
     len: usize,
     /// The mapping that the memory belongs to; `None` for heap memory.
-    mapping: Option<Arc<Mapping>>,
+    mapping: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: a buffer owns plain values, as a `Vec` does.
@@ -137,7 +142,7 @@ impl<T: Plain> Buffer<T> {
         Buffer {
             data,
             len,
-            mapping: Some(Arc::clone(mapping)),
+            mapping: Some(Arc::<Mapping>::clone(mapping)),
         }
     }
 
@@ -239,6 +244,49 @@ impl<T: Plain> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: `len` initialised values, owned and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+/// A file for weights that memory has no room for. The system keeps in memory what is read of it, as far as there is room.
+/// It has no name, so that nothing is left of it when the process ends, however it ends.
+pub(crate) struct WeightFile(File);
+
+impl WeightFile {
+    /// An empty file in `folder`.
+    ///
+    /// # Errors
+    /// The system's, of a folder in which no file can be made.
+    pub(crate) fn new(folder: &Path) -> io::Result<Self> {
+        tempfile::tempfile_in(folder).map(WeightFile)
+    }
+
+    /// Moves what `buffer` holds behind what the file holds.
+    ///
+    /// # Errors
+    /// The system's; of a full disk, for instance. The buffer is as it was then.
+    pub(crate) fn take<T: Plain>(&mut self, buffer: &mut Buffer<T>) -> io::Result<()> {
+        let size = size_of_val(&**buffer);
+        if size == 0 {
+            return Ok(());
+        }
+        // SAFETY: plain values are bytes that may be read.
+        let bytes = unsafe { std::slice::from_raw_parts(buffer.data.as_ptr().cast(), size) };
+        // A mapping begins with a page.
+        let end = self.0.seek(SeekFrom::End(0))?;
+        let at = self
+            .0
+            .seek(SeekFrom::Start(end.next_multiple_of(HUGE_PAGE as u64)))?;
+        self.0.write_all(bytes)?;
+        // SAFETY: nobody else has the file, which has no name, and what was written to it is not written again; what would be
+        // written to the mapping stays in memory.
+        let mut mapping = unsafe { MmapOptions::new().offset(at).len(size).map_copy(&self.0)? };
+        let data = NonNull::new(mapping.as_mut_ptr()).ok_or(io::ErrorKind::OutOfMemory)?;
+        *buffer = Buffer {
+            data: data.cast(),
+            len: buffer.len,
+            mapping: Some(Arc::new(mapping)),
+        };
+        Ok(())
     }
 }
 

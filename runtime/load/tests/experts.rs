@@ -6,12 +6,13 @@ use crate::common::{
     tokens,
 };
 use nq_cpu::plan::{WeightSource, hold_model};
-use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Progress, Tensor, Weight, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet, Routes};
 use nq_model::{Dims, Experts, LinearKind, ModelConfig, in_layer};
 use nq_runtime::{Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
 use nq_testkit::sessions::chunk;
+use std::sync::Mutex;
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;
@@ -252,6 +253,62 @@ fn a_router_that_is_no_number_is_reported_with_its_layer() {
 
 /// What is planned for a mixture on a CPU is what its weights take, byte for byte: of experts whose rows do not fill panels,
 /// and of a shared expert in another scheme than theirs.
+/// What a device says while it loads.
+#[derive(Default)]
+struct Notes(Mutex<Vec<String>>);
+
+impl Progress for Notes {
+    fn note(&self, message: &str) {
+        self.0.lock().unwrap().push(message.to_owned());
+    }
+}
+
+/// Where memory has no room for weights they lie in a file: those of experts first, and of as many layers as need be.
+#[test]
+fn weights_in_a_file_compute_the_same() {
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+    for (config, is_mixture) in [(small_mixture(2, true), true), (small_config(), false)] {
+        let store = Store::random(&config, 11).quantized(int4);
+        let text = tokens(30, 1);
+        let kinds = |name: &str| WeightKind::of(&store.matrices[name]);
+        let planned = hold_model(&Account::host(), &config, &kinds, WeightSource::Made, 0);
+        let mut in_files = Vec::new();
+        let mut logits = Vec::new();
+        for room in [usize::MAX, planned.bytes() / 2, 0] {
+            let notes = Notes::default();
+            let options = LoadOptions {
+                host_memory: Some(room),
+                ..options(EngineKind::Nq)
+            };
+            let engine = nq_load::load(&config, &store, &options, &notes).unwrap();
+            logits.push(feed(&mut *session(&*engine, 1), 0, &text));
+            let notes = notes.0.lock().unwrap();
+            in_files.push(notes.iter().find_map(|note| {
+                let (bytes, rest) = note
+                    .strip_prefix("memory has no room for ")?
+                    .split_once(" of weights of ")?;
+                let (layers, _) = rest.split_once(" layers")?;
+                Some((bytes.to_owned(), layers.parse::<usize>().unwrap()))
+            }));
+        }
+        assert!(logits[0] == logits[1] && logits[0] == logits[2]);
+        let [all_fit, half, none_fits] = &in_files[..] else {
+            unreachable!("three rooms");
+        };
+        assert_eq!(*all_fit, None);
+        assert!(
+            half.is_some() && half != none_fits,
+            "{half:?}, {none_fits:?}"
+        );
+        let layers = none_fits.as_ref().map(|(_, layers)| *layers);
+        assert_eq!(
+            layers,
+            Some(config.num_hidden_layers),
+            "mixture: {is_mixture}"
+        );
+    }
+}
+
 #[test]
 fn planned_mixtures_take_what_was_planned() {
     let scheme = AffineScheme::new;

@@ -1,7 +1,8 @@
 //! The parts of a model that several devices have, put together again.
 
 use crate::common::{Store, hybrid, small_config, small_mixture};
-use nq_formats::{AffineScheme, Bits, Group, Shard, Weight, WeightStore, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, Group, Shard, TrellisScheme, Weight, WeightStore, Zeros};
 use nq_model::names::layer_of;
 use nq_model::{Delta, Dims, LinearKind, ModelConfig, Parameter, Preset, find};
 
@@ -348,6 +349,60 @@ fn key_heads_are_copied() {
             let dims = Dims::new(heads.len() * c.head_dim, c.hidden_size);
             let found = part.matrix(&format!("model.layers.{index}.{name}"), dims);
             assert!(values(&found.unwrap()) == expected, "{name}, {shard:?}");
+        }
+    }
+}
+
+/// What a store says of a part's schemes, without reading codes, is what the part is read in: whether its rows are copied,
+/// left out, or all there.
+#[test]
+fn parts_tell_their_schemes() {
+    let c = ModelConfig {
+        hidden_size: 128,
+        intermediate_size: 256,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim: 128,
+        ..small_config()
+    };
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+    let octagon = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+    let copied = Shard {
+        key_copies: 2,
+        ..Shard::tensors(0, 1)
+    };
+    for (store, shard) in [
+        (Store::random(&c, 5).quantized(int4), copied.clone()),
+        (Store::random(&c, 5).in_trellises(|_| octagon), copied),
+        (Store::random(&c, 5).quantized(int4), Shard::tensors(1, 2)),
+    ] {
+        let (config, part) = (shard.config(&c).unwrap(), shard.store(&store, &c).unwrap());
+        for linear in config.layer(0).matrices() {
+            let (name, dims) = (linear.name(0), linear.dims(&config));
+            let read = part.matrix_in_levels(&name, dims).unwrap();
+            let Weight::Quantized(quantized) = &read else {
+                panic!("{name} is dense");
+            };
+            assert_eq!(
+                part.scheme_in_levels(&name),
+                Some(quantized.scheme()),
+                "{name}"
+            );
+            // Values, of copies too.
+            if shard.ranks == 1 {
+                let whole = store.matrix(&name, linear.dims(&c)).unwrap();
+                let head = |row: usize| match linear.kind {
+                    LinearKind::K | LinearKind::V => {
+                        row / (2 * c.head_dim) * c.head_dim + row % c.head_dim
+                    }
+                    _ => row,
+                };
+                let (read, whole) = (values(&read), values(&whole));
+                assert!(
+                    (0..dims.rows).all(|row| read[row] == whole[head(row)]),
+                    "{name}"
+                );
+            }
         }
     }
 }

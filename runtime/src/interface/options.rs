@@ -199,8 +199,8 @@ pub struct LoadOptions {
     /// Most bytes of GPU memory that the process takes for models and sessions; `None`: what is free. Kernels and the
     /// driver's context are not counted.
     pub gpu_memory: Option<usize>,
-    /// Most bytes of the computer's memory that are page-locked for experts without room on a GPU; `None`: what is free, but
-    /// for a sixteenth.
+    /// Most bytes of the computer's memory for weights that the CPU reads, and for experts without room on a GPU, which
+    /// are page-locked; `None`: what is free, but for a sixteenth.
     pub host_memory: Option<usize>,
     /// How several GPUs divide it; `None`: by tensors if the model and the GPUs allow it, else by layers.
     pub split: Option<Split>,

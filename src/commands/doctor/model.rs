@@ -72,7 +72,13 @@ pub(super) fn find(
                 human_bytes(finding.total()),
                 human_bytes(room)
             ),
-            remedy: "`nq quantize` makes it smaller; `nq fit` proposes a model and a size".into(),
+            remedy: format!(
+                "`nq quantize` makes it smaller; `nq fit` proposes a model and a size{}",
+                match device {
+                    Device::Cpu => "; weights without room are read from disk, much more slowly",
+                    _ => "",
+                }
+            ),
         });
     }
     Ok(finding)

@@ -183,11 +183,11 @@ impl Loadable {
         self.checkpoint.task().clone()
     }
 
-    /// Loads it and reports the memory reserved.
+    /// Loads it and reports the memory reserved; `first`: no other model is loaded that could make room.
     ///
     /// # Errors
-    /// [`RoomError::Short`] if it does not fit the memory.
-    pub(super) fn load(&self) -> anyhow::Result<Loaded> {
+    /// [`RoomError::Short`] if it does not fit the memory, nor would if weights for which there is no room lie in a file.
+    pub(super) fn load(&self, first: bool) -> anyhow::Result<Loaded> {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         let loras = self.loras()?;
@@ -201,7 +201,8 @@ impl Loadable {
             let adapters = adapter_bytes(checkpoint.config(), &loras, least.max_rows)?;
             let images = SightBytes::plan(checkpoint, options, &self.settings.sight)?;
             beside = images.as_ref().map_or(0, SightBytes::total);
-            let needed = running.peak + draft + adapters as u64 + beside;
+            let in_file = if first { running.layers } else { 0 };
+            let needed = running.peak - in_file + draft + adapters as u64 + beside;
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
                 let drafts = "for drafts (--draft none)";
@@ -399,7 +400,7 @@ fn identity(adapter: &AdapterArg) -> nq_formats::Result<u64> {
 
 impl ModelSource for Loadable {
     fn load(&self) -> Result<ServedModel, LoadError> {
-        let loaded = Loadable::load(self);
+        let loaded = Loadable::load(self, false);
         loaded.map(|l| l.model).map_err(|e| {
             self.terminal
                 .note(&format!("{} is not loaded: {e:#}", self.name));

@@ -281,7 +281,7 @@ fn models(
             spec,
             kv_bytes,
             read_once_from,
-        } = first.load()?;
+        } = first.load(true)?;
         served.names.push(first.name().to_owned());
         served.task = first.task();
         served.first = Some(Reserved {

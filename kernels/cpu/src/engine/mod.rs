@@ -8,6 +8,7 @@ pub mod layer;
 mod model;
 pub mod mtp;
 mod open;
+mod places;
 pub mod plan;
 mod session;
 mod stepper;
@@ -25,6 +26,7 @@ pub use stepper::stepper_bytes;
 pub use tower::CpuTower;
 
 pub use open::open;
+pub use places::WeightPlaces;
 
 use crate::Linear;
 use adapters::{CpuAdapter, CpuAdapters};
@@ -85,6 +87,8 @@ impl CpuEngine {
             Some(models::embedding(store, config)?)
         };
         embedding.iter().for_each(|w| done.add(w));
+        let (kv, scratch) = (options.session.as_ref()).map_or((0, 0), |s| session_bytes(config, s));
+        let mut places = WeightPlaces::new(options, head.bytes() + kv + scratch);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         let mut tables = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
@@ -92,19 +96,15 @@ impl CpuEngine {
                 true => LayerWeights::read(store, config, index)?,
                 false => LayerWeights::read_in_codes(store, config, index)?,
             };
-            layers.push(pack_layer(
-                &cpu,
-                config,
-                options,
-                index,
-                &weights,
-                &mut census,
-            )?);
+            let mut layer = pack_layer(&cpu, config, options, index, &weights, &mut census)?;
+            places.place(layer.parts_mut().0, config.num_hidden_layers - index)?;
+            layers.push(layer);
             weights.linears.values().for_each(|w| done.add(w));
             tables.push(weights.table);
         }
         let ending = CpuEnding::pack(&cpu, options, &Ending::read(store, config)?)?;
         done.end();
+        places.note(progress);
         let held = |scheme: Scheme, dims| {
             let held = |s: AffineScheme| AffineScheme::new(crate::held_bits(&s), s.group, s.zeros);
             scheme

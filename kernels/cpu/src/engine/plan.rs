@@ -15,6 +15,7 @@ use nq_runtime::Result;
 use nq_runtime::interface::{DeviceMemory, SessionSpec};
 use nq_runtime::stacks::Stacks;
 use nq_runtime::weights::{Kinds, weight_kinds};
+use std::collections::BTreeMap;
 
 /// The smallest unit of memory that is mapped, in bytes.
 const PAGE: usize = 4096;
@@ -79,12 +80,7 @@ pub fn hold_model(
         let kind = |l: &LinearSpec| kinds(&l.name(layer));
         let read = spec.matrices().map(|l| kind(l).bytes(l.dims(c))).sum();
         let _read = account.hold(read);
-        for product in spec.kept_products().into_iter().chain(spec.products()) {
-            for stack in Stacks::apart(spec).of_product(product) {
-                let one = Linear::bytes_of(stack.kind(kind), stack.copy_dims(c));
-                held.add(stack.copies(c) * one);
-            }
-        }
+        held.add(packed_bytes(c, kinds, layer));
         let norms = spec.norms().into_iter().map(|n| n.len.of(c));
         let others = spec.vectors().into_iter().map(|v| v.len.of(c));
         let biases = spec.biased().map(|l| l.dims(c).rows);
@@ -92,6 +88,18 @@ pub fn hold_model(
     }
     held.add(ending_bytes(c, kinds));
     held
+}
+
+/// Bytes of the packed weights of a layer.
+fn packed_bytes(c: &ModelConfig, kinds: Kinds<'_>, layer: usize) -> usize {
+    let spec = c.layer(layer);
+    let products = spec.kept_products().into_iter().chain(spec.products());
+    let stacks = products.flat_map(|product| Stacks::apart(spec).of_product(product));
+    let bytes = stacks.map(|stack| {
+        let kind = stack.kind(|l| kinds(&l.name(layer)));
+        stack.copies(c) * Linear::bytes_of(kind, stack.copy_dims(c))
+    });
+    bytes.sum()
 }
 
 /// Bytes of what stands between the last layer and the head.
@@ -178,6 +186,8 @@ pub struct Running {
     pub peak: u64,
     /// The part of it for keys and values. They take memory as the context fills.
     pub kv: u64,
+    /// The part of it for weights of layers, which lie in a file if there is no room for them.
+    pub layers: u64,
 }
 
 /// Memory of a process that loads `checkpoint`, whose weights are made of the kinds `at_load` if these are given, and
@@ -192,17 +202,21 @@ pub fn running(
     spec: &SessionSpec,
 ) -> Result<Running> {
     let c = checkpoint.config();
-    let peak = match at_load {
-        Some(kinds) => peak(c, kinds, WeightSource::Made, spec),
-        None => {
-            let kinds = weight_kinds(c, checkpoint.store(), false)?;
-            peak(c, &|name| kinds[name], WeightSource::Mapped, spec)
-        }
+    let stored = match at_load {
+        Some(_) => BTreeMap::new(),
+        None => weight_kinds(c, checkpoint.store(), false)?,
     };
+    let (kinds, source): (Kinds<'_>, _) = match at_load {
+        Some(kinds) => (kinds, WeightSource::Made),
+        None => (&|name| stored[name], WeightSource::Mapped),
+    };
+    let packed = (0..c.num_hidden_layers).map(|layer| packed_bytes(c, kinds, layer) as u64);
+    let peak = peak(c, kinds, source, spec);
     let (program, mapped) = program_bytes(checkpoint);
     Ok(Running {
         peak: program + mapped + peak,
         kv: session_bytes(c, spec).0 as u64,
+        layers: packed.sum(),
     })
 }
 

@@ -21,7 +21,7 @@ pub(crate) mod pack;
 mod prepare;
 pub(crate) mod trellis;
 
-use super::memory::{Buffer, SharedSlice};
+use super::memory::{Buffer, SharedSlice, WeightFile};
 use super::simd::LANES;
 use super::table::{KernelTable, PANELS};
 use super::{Cpu, Team, with_scratch};
@@ -218,6 +218,26 @@ impl Linear {
     /// Bytes that one pass reads from memory: packed codes and scales, of all experts.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// True for weights of experts, of which a token reads some.
+    pub(crate) fn is_of_experts(&self) -> bool {
+        self.experts > 1
+    }
+
+    /// Moves what is packed of it to `file`, and returns so many bytes; weights kept as they were given stay where they are.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn move_to(&mut self, file: &mut WeightFile) -> std::io::Result<usize> {
+        let mut moved = 0;
+        for part in &mut self.parts {
+            if let Body::Packed(packed, _) = &mut part.weight {
+                packed.move_to(file)?;
+                moved = self.bytes;
+            }
+        }
+        Ok(moved)
     }
 
     /// The packed codes, part by part; none for weights kept as they were given.

@@ -17,7 +17,7 @@ use super::exl3::pack::{self as exl3, PackedExl3};
 use super::trellis::pack::{
     InputScales, PackedTrellis, SEQUENCES, pack as pack_trellis, words as trellis_words,
 };
-use crate::memory::Buffer;
+use crate::memory::{Buffer, WeightFile};
 use crate::simd::LANES;
 use crate::team::{Team, spread};
 use half::f16;
@@ -167,6 +167,20 @@ pub(crate) struct PanelWeight {
 pub(crate) const HOLE: u32 = u32::MAX;
 
 impl PanelWeight {
+    /// Moves its codes, scales and zero-points to `file`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn move_to(&mut self, file: &mut WeightFile) -> std::io::Result<()> {
+        file.take(&mut self.data)?;
+        file.take(&mut self.scales)?;
+        match &mut self.zeros {
+            PackedZeros::None => Ok(()),
+            PackedZeros::Nibbles(zeros) | PackedZeros::Bytes(zeros) => file.take(zeros),
+            PackedZeros::Offsets(offsets) => file.take(offsets),
+        }
+    }
+
     /// Packs `weight` to `codes`, with inputs padded to a multiple of `align`.
     ///
     /// # Errors

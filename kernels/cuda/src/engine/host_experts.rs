@@ -6,6 +6,7 @@
 
 use crate::HostWork;
 use nq_cpu::Cpu;
+use nq_cpu::engine::WeightPlaces;
 use nq_cpu::engine::layer::pack;
 use nq_formats::Progress;
 use nq_kernels::Routes;
@@ -22,6 +23,7 @@ use std::sync::Arc;
 pub(super) struct HostExperts {
     cpu: Option<Arc<Cpu>>,
     layers: Vec<HostLayer>,
+    places: Option<WeightPlaces>,
 }
 
 struct HostLayer {
@@ -59,21 +61,6 @@ impl HostExperts {
         }
     }
 
-    /// Refuses `bytes` of experts that the computer's memory has no room for.
-    ///
-    /// # Errors
-    /// [`Error::Memory`].
-    pub(super) fn check_memory(bytes: usize) -> Result<()> {
-        match available_memory() {
-            Some(available) if bytes as u64 > available => Err(Error::Memory {
-                what: "experts in the computer's memory",
-                needed: bytes as u64,
-                available,
-            }),
-            _ => Ok(()),
-        }
-    }
-
     /// Bytes that may be page-locked for experts: `most`, or what the computer has free but for a sixteenth, as locked memory
     /// cannot be taken back from it.
     pub(super) fn memory_for_banks(most: Option<usize>) -> usize {
@@ -81,12 +68,13 @@ impl HostExperts {
         most.map_or(free, |most| most.min(free))
     }
 
-    /// Repacks the experts of the next layer for the CPU.
+    /// Repacks the experts of the next of `left` layers for the CPU.
     pub(super) fn add(
         &mut self,
         config: &ModelConfig,
         options: &LoadOptions,
         weights: &LayerWeights,
+        left: usize,
     ) -> Result<()> {
         let (Some(experts), Some((norm, ExpertsSpec { gate_up, down, .. }))) =
             (config.experts, weights.spec.experts())
@@ -108,7 +96,11 @@ impl HostExperts {
                 &mut Census::default(),
             )
         };
-        let (gate_up, down) = (packed(gate_up)?, packed(down)?);
+        let (mut gate_up, mut down) = (packed(gate_up)?, packed(down)?);
+        let places = self
+            .places
+            .get_or_insert_with(|| WeightPlaces::new(options, 0));
+        places.place(vec![&mut gate_up, &mut down], left)?;
         let gain = weights.norm(norm.kind).to_f32()?;
         let bytes = gate_up.bytes() + down.bytes();
         let eps = config.rms_norm_eps;
@@ -131,6 +123,11 @@ impl HostExperts {
     /// What the CPU does for a layer; `None` if its experts are on the GPU.
     pub(super) fn work(&self, layer: usize) -> Option<&Arc<HostWork>> {
         self.layers.get(layer).map(|l| &l.work)
+    }
+
+    /// Says what of it lies in a file.
+    pub(super) fn note(&self, progress: &dyn Progress) {
+        self.places.iter().for_each(|places| places.note(progress));
     }
 
     /// Number of layers.

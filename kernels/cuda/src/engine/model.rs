@@ -266,10 +266,6 @@ impl CudaModel {
             ..
         } = split;
         let on_host = at.cpu_layers();
-        if on_host > 0 {
-            // The CPU packs weights in about as many bytes as the GPU.
-            HostExperts::check_memory(bytes(ExpertsAt::Gpu)? - weights)?;
-        }
         let mut uploader = Uploader::new(&gpu)?;
 
         let mut dense_f32 = false;
@@ -304,7 +300,9 @@ impl CudaModel {
             count(&weights.linears.values().collect::<Vec<_>>());
             let experts_on_host = index < on_host;
             if experts_on_host {
-                layers.host.add(config, options, &weights)?;
+                layers
+                    .host
+                    .add(config, options, &weights, on_host - index)?;
             }
             if let Some(delta) = weights.spec.recurrence() {
                 (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
@@ -354,6 +352,7 @@ impl CudaModel {
                 config.num_hidden_layers,
                 human_bytes(layers.host.bytes() as u64)
             ));
+            layers.host.note(progress);
         }
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");

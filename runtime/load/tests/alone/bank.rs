@@ -71,8 +71,11 @@ fn mixtures() -> [(ModelConfig, &'static str, bool); 4] {
         experts: Some(experts(8, 768, 0)),
         ..fused_config()
     };
+    // Its one key head, of 16 query heads, is there twice.
     let by_kernels = ModelConfig {
         hidden_size: 320,
+        num_attention_heads: 16,
+        num_key_value_heads: 1,
         experts: Some(experts(8, 2048, 0)),
         ..at_once.clone()
     };
@@ -202,6 +205,46 @@ fn whatever_has_room_computes_the_same() {
     }
 }
 
+/// Mixtures of as many layers that the experts of each GPU's take more than what brings them to prompts; and their names.
+fn over_two_gpus() -> [(ModelConfig, &'static str); 2] {
+    let [mixture, _, hybrid, _] = mixtures();
+    let longer = |config: ModelConfig| ModelConfig {
+        num_hidden_layers: 2 * config.num_hidden_layers,
+        ..config
+    };
+    [
+        (longer(mixture.0), "a mixture"),
+        (longer(hybrid.0), "a hybrid"),
+    ]
+}
+
+/// The least memory of each of two GPUs with which experts have room there.
+fn limit_of_two(config: &ModelConfig, store: &Store, spec: &SessionSpec) -> usize {
+    let kinds = weight_kinds(config, store, true).unwrap();
+    let placed = |free| {
+        let host = usize::MAX / 2;
+        gpu::place(config, &|name| kinds[name], spec, &[free; 2], host)
+    };
+    let most = placed(usize::MAX / 2).unwrap().memory.total();
+    let limits = (1..most).step_by(1 << 20).map(|less| most - less);
+    let limit = limits.take_while(|&free| placed(free).is_ok()).last();
+    let limit = limit.expect("some have room");
+    let planned = placed(limit).unwrap();
+    assert!(
+        planned.host_bytes > 0 && planned.rooms.is_some(),
+        "{planned:?}"
+    );
+    limit
+}
+
+#[test]
+fn plans_of_two_gpus_leave_room_for_some_experts() {
+    let spec = session_spec(2, 640, KvType::F16, 400);
+    for (config, _) in over_two_gpus() {
+        limit_of_two(&config, &stored(&config, false), &spec);
+    }
+}
+
 /// Of a model over two GPUs, each has some of the layers, all of whose experts are in the computer's memory.
 #[test]
 fn layers_of_two_gpus_have_experts_in_the_computers_memory_too() {
@@ -214,22 +257,8 @@ fn layers_of_two_gpus_have_experts_in_the_computers_memory_too() {
         }
         Some(_) => {}
     }
-    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-    let mixture = ModelConfig {
-        architecture: ARCHITECTURES[1],
-        hidden_size: 1024,
-        num_hidden_layers: 4,
-        experts: Some(experts(8, 768, 0)),
-        ..fused_config()
-    };
-    let hybrid = wide_hybrid("qwen35moe", 4, false);
-    let hybrid = ModelConfig {
-        experts: Some(experts(7, 2048, 2048)),
-        num_hidden_layers: 2 * hybrid.delta.map_or(1, |d| d.interval),
-        ..hybrid
-    };
-    for (config, name) in [(mixture, "a mixture"), (hybrid, "a hybrid")] {
-        let store = Store::random(&config, 5).quantized(int4);
+    for (config, name) in over_two_gpus() {
+        let store = stored(&config, false);
         let spec = session_spec(2, 640, KvType::F16, 400);
         let loaded = |split, gpu_memory| {
             let options = LoadOptions {
@@ -248,20 +277,7 @@ fn layers_of_two_gpus_have_experts_in_the_computers_memory_too() {
         assert_eq!(all_fit, None, "{name}");
         let expected = computed(&*whole, spec);
         drop(whole);
-        let kinds = weight_kinds(&config, &store, true).unwrap();
-        let placed = |free| {
-            let host = usize::MAX / 2;
-            gpu::place(&config, &|name| kinds[name], &spec, &[free; 2], host)
-        };
-        let most = placed(usize::MAX / 2).unwrap().memory.total();
-        let limits = (1..most).step_by(1 << 20).map(|less| most - less);
-        let limit = limits.take_while(|&free| placed(free).is_ok()).last();
-        let limit = limit.expect("some have room");
-        let planned = placed(limit).unwrap();
-        assert!(
-            planned.host_bytes > 0 && planned.rooms.is_some(),
-            "{planned:?}"
-        );
+        let limit = limit_of_two(&config, &store, &spec);
         // Parts of every layer do not fit then, so that it is by layers without being asked for.
         for split in [by_layers, None] {
             let (engine, rooms) = loaded(split, Some(limit));

@@ -384,8 +384,8 @@ fn experts_in_trellis_codes_agree_with_the_cpu() {
             &[64, 16, 2, 1, 50],
             |a, b, at| {
                 far += far_rows(a, b, config.vocab_size, 1.5e-2);
-                // As in `compare`: a router may be near a tie.
-                assert!(far <= 2, "{what}, {far} rows before {at}");
+                // As in `compare`: routers are near a tie for a row now and then, about one of 50 here.
+                assert!(far <= 1 + at / 25, "{what}, {far} rows before {at}");
             },
         );
     }
