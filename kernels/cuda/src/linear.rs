@@ -246,6 +246,18 @@ impl DeviceLinear {
         }
     }
 
+    /// The first `rows` rows in the same memory; `None` for codes whose rows do not lie one after another, and for as many rows
+    /// as are not whole tiles or as it does not have more than.
+    pub(super) fn first_rows(&self, rows: usize) -> Option<Self> {
+        let one_after_another = !self.is_unpacked() && self.order.is_none() && self.bank.is_none();
+        let fewer = rows.is_multiple_of(TILE) && (1..self.rows).contains(&rows);
+        (one_after_another && fewer).then(|| DeviceLinear {
+            shape: PackedShape::new(self.shape.kind, rows, self.inputs),
+            rows,
+            ..self.in_order()
+        })
+    }
+
     /// One half of the experts of a bank, of which kernels for experts alone take products.
     pub(super) fn of_bank(half: BankHalf) -> Self {
         let (shape, experts) = half.shape();

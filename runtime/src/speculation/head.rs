@@ -24,6 +24,26 @@ pub fn drafter(head: &StreamHead, session: &mut dyn Session) -> Result<Box<dyn D
     }
 }
 
+/// Rows of a head that kernels of GPUs read together.
+const TILE: usize = 16;
+
+/// Tokens at the end of a text by which it is judged which ones follow.
+const JUDGED: usize = 512;
+
+/// How many of `all` tokens, the first ones, to draft from behind `text`: an eighth of them, a quarter, a half, or all; the
+/// fewest that hold all but one in 64 of its last tokens, so that what a part lacks costs less than reading the rest of the
+/// head. Tokenizers number tokens about by how frequent they are, as byte-pair encoding finds them (Sennrich et al., arXiv
+/// 1508.07909); drafting from frequent ones alone is due to FR-Spec (Zhao et al., arXiv 2502.14856).
+pub fn frequent_tokens(text: &[u32], all: usize) -> usize {
+    let last = &text[text.len().saturating_sub(JUDGED)..];
+    let parts = [all / 8, all / 4, all / 2].map(|part| part.next_multiple_of(TILE));
+    let lacks = |part: usize| last.iter().filter(|&&token| token as usize >= part).count();
+    let few = last.len() / 64;
+    let enough = parts.into_iter().find(|&part| lacks(part) <= few);
+    // Short texts say little.
+    enough.filter(|&part| part < all && few > 0).unwrap_or(all)
+}
+
 /// Matrices as `L`, gains of norms as `N`.
 pub struct HeadWeights<L, N> {
     /// `[hidden, 3 hidden]`
@@ -107,3 +127,29 @@ pub const MTP_NOT_FINITE: Error = Error::NotFinite {
     what: "the MTP layer behind the output",
     layer: 0,
 };
+
+#[cfg(test)]
+mod tests {
+    use super::frequent_tokens;
+
+    #[test]
+    fn the_text_says_how_many_tokens_are_drafted_from() {
+        let with = |rare: &[u32]| {
+            let frequent = (0..640).map(|i| i * 7 % 100);
+            frequent.chain(rare.iter().copied()).collect::<Vec<u32>>()
+        };
+        let all = 1000;
+        // A multiple of 16 that is an eighth or more.
+        assert_eq!(frequent_tokens(&with(&[]), all), 128);
+        // 8 of the last 512 may be missing.
+        assert_eq!(frequent_tokens(&with(&[999; 8]), all), 128);
+        assert_eq!(frequent_tokens(&with(&[200; 9]), all), 256);
+        assert_eq!(frequent_tokens(&with(&[400; 9]), all), 512);
+        assert_eq!(frequent_tokens(&with(&[999; 9]), all), all);
+        // Tokens that came long before do not count, and a short text says nothing.
+        let early: Vec<u32> = [vec![999; 100], with(&[])].concat();
+        assert_eq!(frequent_tokens(&early, all), 128);
+        assert_eq!(frequent_tokens(&[1; 63], all), all);
+        assert_eq!(frequent_tokens(&[1; 100], 16), 16);
+    }
+}

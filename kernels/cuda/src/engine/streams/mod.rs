@@ -29,6 +29,7 @@ use nq_model::ModelConfig;
 use nq_runtime::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
 use nq_runtime::kv::PageTables;
 use nq_runtime::rope::Rotary;
+use nq_runtime::speculation::head::frequent_tokens;
 use nq_runtime::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -463,8 +464,9 @@ impl<H: GpuHead> Run for DraftState<H> {
         tokens.push(next);
         self.feed_few(slot, &tokens)?;
         self.tables.advance(slot, n);
+        let part = self.head_part(text);
         for i in 0..most {
-            self.draw()?;
+            self.draw(part.as_ref())?;
             if i + 1 < most {
                 self.feed_drawn(done + n + i + 1)?;
             }
@@ -607,22 +609,34 @@ impl<H: GpuHead> DraftState<H> {
         Ok(head.model().layers.all[0].run(&mut pass)?)
     }
 
-    /// Draws the likeliest token after `few.last.x` to the ring, advances the step and looks the token up.
-    fn draw(&mut self) -> Result<()> {
+    /// The rows of the head of the tokens that the next ones of `text` probably are; `None` if all may be.
+    fn head_part(&self, text: &[u32]) -> Option<DeviceLinear> {
+        let model = self.head.model();
+        let head = model.head(&self.target);
+        match model.ids {
+            None => head.first_rows(frequent_tokens(text, head.rows())),
+            Some(_) => None,
+        }
+    }
+
+    /// Draws the likeliest token after `few.last.x` to the ring, of the whole head or of a `part` of it, advances the step and
+    /// looks the token up.
+    fn draw(&mut self, part: Option<&DeviceLinear>) -> Result<()> {
         let (head, on) = self.on();
         let (target, model, last) = (on.target, head.model(), &mut on.few.last);
+        let drawn = part.unwrap_or(model.head(target));
         let norm = Norm {
             gain: &model.norm,
             eps: model.config.rms_norm_eps,
         };
         let out = GemvOutput::Head(norm, &mut last.logits, &mut last.best);
-        (on.stream).gemv(model.head(target), &last.x, out, true)?;
+        (on.stream).gemv(drawn, &last.x, out, true)?;
         (on.stream).advance(Advance {
             m: 1,
             candidates: None,
             logits: &last.logits,
             best: &last.best,
-            blocks: best_len(&target.gpu, model.head(target), 1)?,
+            blocks: best_len(&target.gpu, drawn, 1)?,
             sampling: &last.sampling,
             adjust: &mut last.adjust,
             step: &mut on.few.step,
