@@ -144,8 +144,7 @@ pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
             return None;
         }
         let stored = 8.0 * kind.bytes() as f64 / kind.elements() as f64;
-        let parts = if layout.offsets { 2.0 } else { 1.0 };
-        let run = layout.bits.width() as f64 + 16.0 * parts / f64::from(layout.group);
+        let run = layout.bits_on_cpu();
         let on_gpu = layout.bits_on_gpu(kind.elements());
         let on_gpu = match on_gpu < run {
             true => format!(", on a GPU as {on_gpu:.2}"),

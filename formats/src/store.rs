@@ -89,7 +89,7 @@ pub trait WeightStore: Send + Sync {
     }
 
     /// As [`WeightStore::matrix`], but in the file's own codes also where that expands them, because no row of them can be read
-    /// by itself (EXL3): for devices whose kernels read these.
+    /// by itself (EXL3) or their values are levels of a table: for devices whose kernels read these.
     ///
     /// # Errors
     /// As [`WeightStore::matrix`].

@@ -2,7 +2,9 @@
 //! type, rows `m`, device capabilities); each device module contributes its rows, and
 //! tests, benches and `--breakdown` iterate them.
 
-use nq_formats::{AffineScheme, Exl3Scheme, QuantizedWeight, Scheme, TrellisScheme, Weight};
+use nq_formats::{
+    AffineScheme, Exl3Scheme, QuantizedWeight, Scales, Scheme, TrellisScheme, Weight,
+};
 use nq_model::{DType, Dims};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -140,6 +142,21 @@ impl WeightKind {
             WeightKind::Dense(_) | WeightKind::Trellis(_) | WeightKind::Exl3(_) => self,
             WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
                 scheme: scheme.expanded(),
+                act_order,
+            },
+        }
+    }
+
+    /// The kind with f16 scales that has the same codes, which may number the levels of a table.
+    #[must_use]
+    pub const fn in_table(self) -> Self {
+        match self {
+            WeightKind::Dense(_) | WeightKind::Trellis(_) | WeightKind::Exl3(_) => self,
+            WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
+                scheme: AffineScheme {
+                    scales: Scales::Half,
+                    ..scheme
+                },
                 act_order,
             },
         }

@@ -142,6 +142,15 @@ impl BlockLayout {
         }
     }
 
+    /// Bits of a weight as a CPU holds it: in canonical codes, or with a table where these are few and uneven, and an f16 scale
+    /// (and offset) for each group.
+    pub fn bits_on_cpu(&self) -> f64 {
+        let table = self.narrow.filter(|narrow| !narrow.values.is_empty());
+        let bits = table.map_or(self.bits, |table| table.width.held());
+        let parts = if self.offsets { 2.0 } else { 1.0 };
+        bits.width() as f64 + 16.0 * parts / f64::from(self.group)
+    }
+
     /// Bits of a weight in the fewest that hold the values of blocks of so many elements, as GPUs do.
     pub fn bits_on_gpu(&self, elements: usize) -> f64 {
         const ROWS: usize = 1024; // so many that a table of levels hardly counts

@@ -5,8 +5,8 @@ use super::{BlockBuffers, BlockLayout, NarrowCodes};
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::pack;
-use crate::scheme::{Bits, Scales};
-use crate::weight::{AffineWeight, GroupValues, Parts, ZeroPoints};
+use crate::scheme::{AffineScheme, Bits, Levels, Scales};
+use crate::weight::{AffineWeight, GroupValues, Parts};
 use bytes::Bytes;
 use half::f16;
 use nq_model::{DType, Dims};
@@ -109,11 +109,28 @@ impl BlockWeight {
     /// # Errors
     /// [`Error::Weight`], naming row and group of a scale that does not fit a finite f16.
     pub fn to_affine(&self) -> Result<AffineWeight> {
+        self.with_codes(None)
+    }
+
+    /// As [`BlockWeight::to_affine`], the same values, but with a table of levels for the codes of types that have few uneven
+    /// ones.
+    ///
+    /// # Errors
+    /// As [`BlockWeight::to_affine`].
+    pub fn to_table(&self) -> Result<AffineWeight> {
+        let layout = self.kind.layout().expect("checked by new");
+        self.with_codes(layout.narrow.filter(|narrow| !narrow.values.is_empty()))
+    }
+
+    /// The weight with an f16 scale (and offset) for each group: in canonical codes, or in those of `table`.
+    fn with_codes(&self, table: Option<NarrowCodes>) -> Result<AffineWeight> {
         let layout = self.kind.layout().expect("checked by new");
         let (rows, cols) = (self.out_features, self.in_features);
         let (block, group) = (self.kind.elements(), layout.group as usize);
         let groups = cols / group;
-        let stride = layout.bits.bytes(cols);
+        let width = table.map_or(layout.bits, |table| table.width);
+        let index = table.map(|table| table.indices(layout));
+        let stride = width.bytes(cols);
         let mut packed = vec![0u8; rows * stride];
         let mut scales = vec![f16::ZERO; rows * groups];
         // One entry per row if there are no offsets, so that zipping still yields every row.
@@ -125,14 +142,12 @@ impl BlockWeight {
             .zip(offsets.par_chunks_mut(offsets_per_row))
             .enumerate()
             .for_each(|(row, ((packed, scales), offsets))| {
-                let mut codes = vec![0u8; block];
+                let mut codes = vec![0u8; cols];
                 let mut s = vec![0f32; block / group];
                 let mut o = vec![0f32; block / group];
                 let blocks = self.row(row).chunks_exact(self.kind.bytes());
-                for (b, bytes) in blocks.enumerate() {
-                    (layout.unpack)(bytes, &mut codes, &mut s, &mut o);
-                    let n = layout.bits.bytes(block);
-                    pack::pack_row(layout.bits, &codes, &mut packed[b * n..][..n]);
+                for (b, (bytes, codes)) in blocks.zip(codes.chunks_exact_mut(block)).enumerate() {
+                    (layout.unpack)(bytes, codes, &mut s, &mut o);
                     let at = b * s.len();
                     for (i, (&s, &o)) in s.iter().zip(&o).enumerate() {
                         scales[at + i] = f16::from_f32(s);
@@ -141,20 +156,30 @@ impl BlockWeight {
                         }
                     }
                 }
+                if let Some(index) = &index {
+                    codes.iter_mut().for_each(|q| *q = index[usize::from(*q)]);
+                }
+                pack::pack_row(width, &codes, packed);
             });
-        let zeros = if layout.offsets {
-            ZeroPoints::Offset(offsets.into())
-        } else {
-            ZeroPoints::None
+        let halves = |values: Vec<f16>| GroupValues::Half(values.into());
+        let levels = table.and_then(|table| table.table_of_codes());
+        let scheme = AffineScheme {
+            bits: width,
+            levels: match levels {
+                None => Levels::Even,
+                Some(_) => Levels::Table,
+            },
+            ..layout.scheme()
         };
-        AffineWeight::new(
-            layout.scheme(),
-            Dims::new(rows, cols),
-            packed.into(),
-            scales.into(),
-            zeros,
-            None,
-        )
+        let parts = Parts {
+            codes: packed.into(),
+            scales: halves(scales),
+            zeros: None,
+            offsets: layout.offsets.then(|| halves(offsets)),
+            levels,
+            g_idx: None,
+        };
+        AffineWeight::assemble(scheme, Dims::new(rows, cols), parts)
     }
 
     /// As [`BlockWeight::to_affine`], in fewer bits: codes as wide as their values need, with a table of these where they
@@ -329,12 +354,17 @@ mod tests {
             let weight = BlockWeight::new(kind, dims, data.into()).unwrap();
             let (canonical, narrow) = (weight.to_affine().unwrap(), weight.to_levels().unwrap());
             assert_eq!(narrow.scheme().bits.width(), bits, "{kind}");
+            let table = weight.to_table().unwrap();
+            let most = if narrow.levels().is_some() { bits } else { 8 };
+            assert!(table.scheme().bits.width() <= most, "{kind}");
             let (mut a, mut b) = (vec![0.0; dims.cols], vec![0.0; dims.cols]);
             for row in 0..rows {
                 canonical.dequantize_row(row, &mut a);
-                narrow.dequantize_row(row, &mut b);
                 assert!(a.iter().any(|v| *v != 0.0));
-                assert_eq!(a, b, "{kind} row {row}");
+                for other in [&narrow, &table] {
+                    other.dequantize_row(row, &mut b);
+                    assert_eq!(a, b, "{kind} row {row}");
+                }
             }
         }
     }

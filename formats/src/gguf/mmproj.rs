@@ -298,6 +298,13 @@ impl Overlay for WithTower {
         }
     }
 
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.stored_name(name) {
+            Some(_) => Overlay::matrix(self, name, dims),
+            None => self.inner.matrix_in_codes(name, dims),
+        }
+    }
+
     fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.stored_name(name) {
             Some(_) => Overlay::matrix(self, name, dims),

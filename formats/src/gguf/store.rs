@@ -509,6 +509,10 @@ impl WeightStore for GgufStore {
         self.read_matrix(name, dims, BlockWeight::to_affine)
     }
 
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
+        self.read_matrix(name, dims, BlockWeight::to_table)
+    }
+
     fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
         if self.is_ranking_head(name) {
             return None;

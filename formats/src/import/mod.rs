@@ -212,7 +212,7 @@ impl<L: Layout> Overlay for ImportStore<L> {
         self.made(name, parts, dims, false)
     }
 
-    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+    fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
         let nvfp4 = self.float(name).filter(|float| !float.is_fp8());
         let Some(float) = nvfp4.filter(|_| self.layout.rotations(name).is_empty()) else {
             return Overlay::matrix(self, name, dims);

@@ -15,7 +15,7 @@ use super::kv::KvView;
 use super::linear::exl3::values as exl3;
 use super::linear::float::{self, GEMV_COLUMNS, GEMV_TOGETHER, Units};
 use super::linear::input::Prepared;
-use super::linear::int8;
+use super::linear::int8::{self, Products};
 use super::linear::pack::PanelWeight;
 use super::linear::trellis::products;
 use super::ops::attention::{self, Partial};
@@ -74,10 +74,10 @@ pub(crate) struct Dots {
     pub(crate) nibbles: [&'static [Dot]; PANELS],
     /// 8-bit weights, int8 columns.
     pub(crate) bytes: [&'static [Dot]; PANELS],
-    /// 4-bit weights, int16 columns.
-    pub(crate) nibbles_wide: [&'static [Dot]; PANELS],
-    /// 8-bit weights, int16 columns.
-    pub(crate) bytes_wide: [&'static [Dot]; PANELS],
+    /// A panel of 4-bit weights, int16 columns.
+    pub(crate) nibbles_wide: &'static [Dot],
+    /// A panel of 8-bit weights, int16 columns.
+    pub(crate) bytes_wide: &'static [Dot],
     /// A panel of 5-bit weights, int8 columns.
     pub(crate) fives: &'static [Dot],
     /// A panel of 6-bit weights, int8 columns.
@@ -86,13 +86,31 @@ pub(crate) struct Dots {
     pub(crate) fives_wide: &'static [Dot],
     /// A panel of 6-bit weights, int16 columns.
     pub(crate) sixes_wide: &'static [Dot],
-    /// Weights of 5 and 6 bits after [`KernelTable::spread_fives`] and its like, int8 columns.
-    pub(crate) quads: [&'static [Dot]; PANELS],
+    /// A panel of 4-bit weights with a table of levels, int8 columns.
+    pub(crate) levels: &'static [Dot],
     /// The same, int16 columns.
-    pub(crate) quads_wide: [&'static [Dot]; PANELS],
+    pub(crate) levels_wide: &'static [Dot],
+    /// 4-bit weights after [`KernelTable::spread`], int8 columns, where that is faster.
+    pub(crate) nibble_quads: Option<[&'static [Dot]; PANELS]>,
+    /// Weights of 5 bits, and of 6 where sums are not short, after [`KernelTable::spread`], int8 columns.
+    pub(crate) quads: [&'static [Dot]; PANELS],
+    /// A panel of weights of 5 and 6 bits, int16 columns.
+    pub(crate) quads_wide: &'static [Dot],
     /// bf16 weights and columns.
     pub(crate) bf16: [&'static [Dot]; PANELS],
 }
+
+/// Products of integers of 16 bits: see [`int8::Pairs`].
+#[derive(Clone, Copy)]
+pub(crate) struct PairKernels {
+    /// Indexed by panels - 1, then columns - 1.
+    pub(crate) dot: [&'static [Dot]; PANELS],
+    /// See [`int8::spread_pairs`]; indexed as [`KernelTable::spread`].
+    pub(crate) spread: [Spread; SPREAD],
+}
+
+/// Kinds of integer codes.
+const SPREAD: usize = 5;
 
 /// Products of trellis codes.
 #[derive(Clone, Copy)]
@@ -110,15 +128,17 @@ pub(crate) struct TrellisKernels {
 /// One instruction set's kernels.
 pub(crate) struct KernelTable {
     /// Indexed by [`super::linear::pack::UnitCodes`].
-    pub(crate) dequantize: [Dequantize; 7],
+    pub(crate) dequantize: [Dequantize; 8],
     /// Indexed by codes, then columns - 1: for one panel, and for as many as [`GEMV_TOGETHER`] says.
-    pub(crate) gemv: [[[Gemv; 2]; GEMV_COLUMNS]; 7],
+    pub(crate) gemv: [[[Gemv; 2]; GEMV_COLUMNS]; 8],
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
     pub(crate) trellis: TrellisKernels,
-    pub(crate) spread_fives: Spread,
-    pub(crate) spread_sixes: Spread,
+    /// None if the set multiplies bytes alone.
+    pub(crate) pairs: Option<PairKernels>,
+    /// Indexed by [`super::linear::pack::UnitCodes`], from bytes on.
+    pub(crate) spread: [Spread; SPREAD],
     /// Number of panels that makes the best use of this set's registers.
     pub(crate) panels: usize,
     /// Panels of queries in one tile of `prefill`.
@@ -129,6 +149,7 @@ pub(crate) struct KernelTable {
     pub(crate) pair_bf16: fn(&[f32], &mut [u32], usize, usize),
     pub(crate) total: fn(&[i8], usize, &mut [i32]),
     pub(crate) interleave: fn(&[i8], bool, &mut [i8], usize, usize),
+    pub(crate) interleave_pairs: fn(&[i8], Option<&[i8]>, bool, &mut [i8], usize, usize),
     pub(crate) interleave_quads: fn(&[i8], Option<usize>, &mut [i8], usize, usize),
     pub(crate) transform: fn(&mut [f32], &[f16]),
     pub(crate) turn: fn(&[f32], usize, &mut [f32]),
@@ -160,6 +181,7 @@ impl KernelTable {
                     &KernelTable {
                         dots: avxvnni_vex::DOTS,
                         trellis: avxvnni_vex::TRELLIS,
+                        pairs: avxvnni_vex::PAIRS,
                         ..avx2::TABLE
                     }
                 }
@@ -170,6 +192,7 @@ impl KernelTable {
                     &KernelTable {
                         dots: avxvnni_evex::DOTS,
                         trellis: avxvnni_evex::TRELLIS,
+                        pairs: avxvnni_evex::PAIRS,
                         ..avx2::TABLE
                     }
                 }
@@ -238,10 +261,12 @@ macro_rules! row_operations {
 macro_rules! products {
     (
         $simd:ty, #[$enable:meta], panels: $panels:literal,
-        bf16: [$($bc:literal)*], int8: [$($ic:literal)*], int16: [$($wc:literal)*] $(,)?
+        bf16: [$($bc:literal)*], int8: [$($ic:literal)*], int16: [$($wc:literal)*],
+        pairs: [$($pc:literal)*] $(,)?
     ) => {
+        pairs! { $simd, #[$enable], panels: $panels, columns: [$($pc)*] }
         #[$enable]
-        unsafe fn dot<U: Units, const P: usize, const C: usize, const N: usize>(
+        unsafe fn dot<U: Products<$simd>, const P: usize, const C: usize, const N: usize>(
             w: &PanelWeight, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
             out_stride: usize,
         ) {
@@ -308,31 +333,59 @@ macro_rules! products {
                 &[$(dot::<float::Byte, 1, $ic, 1>),*],
                 &[$(dot::<float::Byte, $panels, $ic, 1>),*],
             ],
-            nibbles_wide: [
-                &[$(dot::<float::Nibble, 1, $wc, 2>),*],
-                &[$(dot::<float::Nibble, $panels, $wc, 2>),*],
-            ],
-            bytes_wide: [
-                &[$(dot::<float::Byte, 1, $wc, 2>),*],
-                &[$(dot::<float::Byte, $panels, $wc, 2>),*],
-            ],
+            nibbles_wide: &[$(dot::<float::Nibble, 1, $wc, 2>),*],
+            bytes_wide: &[$(dot::<float::Byte, 1, $wc, 2>),*],
             fives: &[$(dot::<float::Five, 1, $ic, 1>),*],
             sixes: &[$(dot::<float::Six, 1, $ic, 1>),*],
             fives_wide: &[$(dot::<float::Five, 1, $wc, 2>),*],
             sixes_wide: &[$(dot::<float::Six, 1, $wc, 2>),*],
+            levels: &[$(dot::<float::Levels, 1, $ic, 1>),*],
+            levels_wide: &[$(dot::<float::Levels, 1, $wc, 2>),*],
+            // Registers that unpack nibbles are then free for sums.
+            nibble_quads: match <$simd as Simd>::SHORT_SUMS {
+                true => Some([
+                    &[$(dot::<float::Quads<8>, 1, $ic, 1>),*],
+                    &[$(dot::<float::Quads<8>, $panels, $ic, 1>),*],
+                ]),
+                false => None,
+            },
             quads: [
-                &[$(dot::<float::Quads, 1, $ic, 1>),*],
-                &[$(dot::<float::Quads, $panels, $ic, 1>),*],
+                &[$(dot::<float::Quads<4>, 1, $ic, 1>),*],
+                &[$(dot::<float::Quads<4>, $panels, $ic, 1>),*],
             ],
-            quads_wide: [
-                &[$(dot::<float::Quads, 1, $wc, 2>),*],
-                &[$(dot::<float::Quads, $panels, $wc, 2>),*],
-            ],
+            quads_wide: &[$(dot::<float::Quads<4>, 1, $wc, 2>),*],
             bf16: [
                 &[$(dot_bf16::<1, $bc>),*],
                 &[$(dot_bf16::<$panels, $bc>),*],
             ],
         };
+    };
+}
+
+/// Defines the [`PairKernels`] of one instruction set, `None` without counts of columns.
+macro_rules! pairs {
+    ($simd:ty, #[$enable:meta], panels: $panels:literal, columns: []) => {
+        pub(super) const PAIRS: Option<PairKernels> = None;
+    };
+    ($simd:ty, #[$enable:meta], panels: $panels:literal, columns: [$($c:literal)*]) => {
+        #[$enable]
+        unsafe fn spread_pairs<U: Units>(w: &PanelWeight, panel: usize, out: *mut u32) {
+            // SAFETY: the instructions are enabled here; the rest is the caller's.
+            unsafe { int8::spread_pairs::<_, U>(<$simd>::new(), w, panel, out) }
+        }
+        pub(super) const PAIRS: Option<PairKernels> = Some(PairKernels {
+            dot: [
+                &[$(dot::<int8::Pairs, 1, $c, 1>),*],
+                &[$(dot::<int8::Pairs, $panels, $c, 1>),*],
+            ],
+            spread: [
+                spread_pairs::<float::Byte>,
+                spread_pairs::<float::Nibble>,
+                spread_pairs::<float::Five>,
+                spread_pairs::<float::Six>,
+                spread_pairs::<float::Levels>,
+            ],
+        });
     };
 }
 
@@ -345,13 +398,14 @@ macro_rules! instantiate {
         panels: $panels:literal,
         attention: $query_panels:literal x $query_columns:literal,
         f32: [$($fc:literal)*],
-        bf16: $bf16:tt, int8: $int8:tt, int16: $int16:tt $(,)?
+        bf16: $bf16:tt, int8: $int8:tt, int16: $int16:tt, pairs: $pairs:tt $(,)?
     ) => {
         mod $module {
             use super::*;
 
             products! {
                 $simd, #[$enable], panels: $panels, bf16: $bf16, int8: $int8, int16: $int16,
+                pairs: $pairs,
             }
 
             #[$enable]
@@ -424,6 +478,7 @@ macro_rules! instantiate {
                 pair_bf16 = rows::pair_bf16[x: &[f32], to: &mut [u32], c: usize, width: usize] -> ();
                 total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
                 interleave = rows::interleave[codes: &[i8], nibbles: bool, to: &mut [i8], c: usize, width: usize] -> ();
+                interleave_pairs = rows::interleave_pairs[high: &[i8], low: Option<&[i8]>, nibbles: bool, to: &mut [i8], c: usize, width: usize] -> ();
                 interleave_quads = products::interleave[codes: &[i8], group: Option<usize>, to: &mut [i8], c: usize, width: usize] -> ();
                 transform = products::transform[x: &mut [f32], scales: &[f16]] -> ();
                 turn = products::turn[x: &[f32], group: usize, out: &mut [f32]] -> ();
@@ -447,6 +502,7 @@ macro_rules! instantiate {
                     dequantize::<float::Nibble>,
                     dequantize::<float::Five>,
                     dequantize::<float::Six>,
+                    dequantize::<float::Levels>,
                 ],
                 gemv: [
                     gemvs::<float::F32>(),
@@ -456,6 +512,7 @@ macro_rules! instantiate {
                     gemvs::<float::Nibble>(),
                     gemvs::<float::Five>(),
                     gemvs::<float::Six>(),
+                    gemvs::<float::Levels>(),
                 ],
                 tile: [
                     &[$(tile::<1, $fc>),*],
@@ -463,8 +520,14 @@ macro_rules! instantiate {
                 ],
                 dots: DOTS,
                 trellis: TRELLIS,
-                spread_fives: spread::<float::Five>,
-                spread_sixes: spread::<float::Six>,
+                pairs: PAIRS,
+                spread: [
+                    spread::<float::Byte>,
+                    spread::<float::Nibble>,
+                    spread::<float::Five>,
+                    spread::<float::Six>,
+                    spread::<float::Levels>,
+                ],
                 panels: $panels,
                 query_panels: $query_panels,
                 checksum,
@@ -473,6 +536,7 @@ macro_rules! instantiate {
                 pair_bf16,
                 total,
                 interleave,
+                interleave_pairs,
                 interleave_quads,
                 transform,
                 turn,
@@ -500,6 +564,7 @@ instantiate! {
     bf16: [1 2 3 4],
     int8: [1 2 3 4],
     int16: [1 2 3 4],
+    pairs: [],
 }
 
 // 16 registers of 8 lanes: a panel is two of them.
@@ -510,8 +575,9 @@ instantiate! {
     attention: 1 x 4,
     f32: [1 2 3 4 5 6],
     bf16: [1 2 3 4],
-    int8: [1 2 3 4],
+    int8: [1 2 3 4 5 6],
     int16: [1 2 3 4],
+    pairs: [1 2 3 4 5 6],
 }
 
 // Like AVX2, except for integer products.
@@ -521,7 +587,7 @@ mod avxvnni_vex {
     products! {
         crate::simd::avx2::Avx2<{ VEX }>,
         #[target_feature(enable = "avx2,fma,f16c,avxvnni")],
-        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
+        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4], pairs: [1 2 3 4],
     }
 }
 #[cfg(target_arch = "x86_64")]
@@ -530,7 +596,7 @@ mod avxvnni_evex {
     products! {
         crate::simd::avx2::Avx2<{ EVEX }>,
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")],
-        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
+        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4], pairs: [1 2 3 4],
     }
 }
 
@@ -546,6 +612,7 @@ instantiate! {
     bf16: [1 2 3 4 5 6 7 8 9 10 11 12],
     int8: [1 2 3 4 5 6],
     int16: [1 2 3 4],
+    pairs: [1 2 3 4 5 6],
 }
 
 // Products of trellis codes with few columns, for each number of bits of a step.
@@ -622,4 +689,5 @@ instantiate! {
     bf16: [1 2 3 4],
     int8: [1 2 3 4],
     int16: [1 2 3 4],
+    pairs: [],
 }

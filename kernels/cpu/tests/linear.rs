@@ -3,7 +3,10 @@
 use crate::common::{Guarded, cpu, isas};
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
-use nq_formats::{AffineScheme, Bits, Group, QuantizedWeight, Weight, Zeros};
+use nq_formats::{
+    AffineScheme, AffineWeight, Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, Weight,
+    Zeros,
+};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, reference};
 use nq_model::{DType, Dims};
@@ -111,15 +114,15 @@ fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
         let all = KERNELS.iter().flat_map(|k| k.iter());
         all.filter(|k| k.isa == isa)
     };
-    // In the weight's own width if that has kernels for every number of rows.
+    // In the weight's own table or width if that has kernels for every number of rows.
     let kind = |activations| {
-        let kind = WeightKind::of(w).expanded();
-        let serves = |m| kernels().any(|k| k.info.serves(kind, activations, m));
-        if ROWS.into_iter().all(serves) {
-            kind
-        } else {
-            kind.held()
-        }
+        let kind = WeightKind::of(w);
+        let served = |kind: &WeightKind| {
+            let serves = |m| kernels().any(|k| k.info.serves(*kind, activations, m));
+            ROWS.into_iter().all(serves)
+        };
+        let own = [kind.in_table(), kind.expanded()].into_iter().find(served);
+        own.unwrap_or(kind.held())
     };
     let mut cases = 0;
     for kernel in kernels() {
@@ -223,7 +226,9 @@ fn rows_do_not_depend_on_their_number() {
     let mut weights: Vec<Weight> = [DType::F32, DType::F16, DType::BF16]
         .map(|dtype| dense(dtype, out, inp, 3))
         .into();
-    weights.extend((schemes(&groups).into_iter()).map(|s| affine(s, out, inp, None, 4)));
+    let others = groups.into_iter().flat_map(held_as_others);
+    let affines = schemes(&groups).into_iter().chain(others);
+    weights.extend(affines.map(|s| affine(s, out, inp, None, 4)));
     weights.extend(schemes(&[Group::Size(32)]).into_iter().map(|s| {
         let order = shuffled_groups(inp, 32, 3);
         affine(s, out, inp, Some(order), 5)
@@ -534,6 +539,46 @@ fn refusals_name_what_is_wrong() {
             .is_err()
     );
     assert!(cpu.linear(&linear, &[], &mut [], Epilogue::Store).is_ok());
+}
+
+/// Integer sums have room for the greatest weights times the greatest activations, all of one sign.
+#[test]
+fn sums_hold_the_greatest_values() {
+    let (out, inp) = (17, 256);
+    let even = [Bits::B4, Bits::B5, Bits::B6, Bits::B8]
+        .map(|bits| AffineScheme::new(bits, Group::Size(128), Zeros::None));
+    for scheme in even.into_iter().chain([even[0].with_table()]) {
+        for byte in [0, u8::MAX] {
+            let codes = vec![byte; out * scheme.bits.bytes(inp)];
+            let parts = Parts {
+                codes: codes.into(),
+                scales: GroupValues::Half(vec![half::f16::ONE; out * 2].into()),
+                zeros: None,
+                offsets: None,
+                levels: (scheme.levels == Levels::Table).then(|| vec![byte; 16].into()),
+                g_idx: None,
+            };
+            let w = AffineWeight::assemble(scheme, Dims::new(out, inp), parts).unwrap();
+            let w = Weight::Quantized(QuantizedWeight::Affine(w));
+            let mut row = vec![0.0; inp];
+            w.dequantize_row(0, &mut row).unwrap();
+            for (isa, activations) in (isas().into_iter())
+                .flat_map(|isa| ACTIVATIONS[1..8].iter().map(move |&a| (isa, a)))
+            {
+                let linear = Linear::new(cpu(isa, 1), &[&w], activations, KernelSet::Fused);
+                let linear = linear.unwrap();
+                for (m, x) in [(1, 1.0), (1, -1.0), (7, 1.0), (7, -1.0)] {
+                    let expected = x * row.iter().sum::<f32>();
+                    let mut y = vec![0.0; m * out];
+                    (cpu(isa, 1))
+                        .linear(&linear, &vec![x; m * inp], &mut y, Epilogue::Store)
+                        .unwrap();
+                    let near = |y: &f32| (y / expected - 1.0).abs() < 1e-5;
+                    assert!(y.iter().all(near), "{scheme} {activations} {isa}: {y:?}");
+                }
+            }
+        }
+    }
 }
 
 /// A NaN or infinite value must show in the outputs, not vanish in rounding.

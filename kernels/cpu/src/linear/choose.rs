@@ -20,7 +20,7 @@ pub(super) fn choose(
     activations: Activations,
 ) -> Result<Vec<&'static LinearKernel>> {
     // In the weight's own width if there are kernels, otherwise in the width in which devices hold it.
-    let kinds = [kind.expanded(), kind.held()];
+    let kinds = [kind.in_table(), kind.expanded(), kind.held()];
     let chosen = kinds
         .into_iter()
         .find_map(|kind| of_all_rows(cpu, kind, activations));

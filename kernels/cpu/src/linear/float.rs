@@ -29,22 +29,30 @@ pub(crate) trait Units {
     /// Number of 4-byte words in a unit.
     const WORDS: usize = Self::CODES.words();
 
-    /// Inputs `8 piece ..` of the unit at `p`, in order; a unit with fewer inputs fills the first places.
+    /// Inputs `8 piece ..` of the unit at `p`, in order; a unit with fewer inputs fills the first places. `levels` are
+    /// those of [`levels`].
     ///
     /// # Safety
     /// A unit of `CODES` is at `p`.
-    unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8];
+    unsafe fn expand<S: Simd>(s: S, levels: S::I, p: *const u32, piece: usize) -> [S::F; 8];
 
     /// Four codes per lane for integer products: those that correspond to the `i`-th four bytes of
     /// interleaved activations.
     ///
     /// # Safety
     /// A unit of `CODES`, which must be integers, is at `p`.
-    unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
-        let _ = i;
+    unsafe fn quad<S: Simd>(s: S, levels: S::I, p: *const u32, i: usize) -> S::I {
+        let _ = (levels, i);
         // SAFETY: by contract.
         unsafe { s.load_bits(p) }
     }
+}
+
+/// The levels of a weight's codes, for [`Simd::lookup`].
+#[inline(always)]
+pub(super) fn levels<S: Simd>(s: S, w: &PanelWeight) -> S::I {
+    // SAFETY: an array of 16.
+    unsafe { s.load_fours(w.levels.as_ptr().cast()) }
 }
 
 /// Repeats the first entries of a unit to fill 8 places; only the first `inputs()` are used.
@@ -56,13 +64,24 @@ macro_rules! units {
             const CODES: UnitCodes = $codes;
             const CENTRE: f32 = $centre;
             #[inline(always)]
-            unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {
+            unsafe fn expand<S: Simd>(s: S, _: S::I, p: *const u32, _: usize) -> [S::F; 8] {
                 // SAFETY: by contract.
                 let u = s.$method(unsafe { s.load_bits(p) });
                 [$(u[$i]),*]
             }
         }
     };
+}
+
+/// The eight inputs whose even ones are in the bytes of the first of `quads` and odd ones in those of the second, less
+/// `centre`.
+#[inline(always)]
+fn merged<S: Simd>(s: S, quads: [S::I; 2], centre: f32) -> [S::F; 8] {
+    let centred = s.splat(128.0 - centre);
+    let [even, odd] = quads.map(|q| s.byte_units(q).map(|v| s.add(v, centred)));
+    [
+        even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3],
+    ]
 }
 
 /// [`Units`] of codes in two planes: words of low nibbles of 8 inputs each, then one of high bits.
@@ -74,17 +93,19 @@ macro_rules! planes {
             const CODES: UnitCodes = $codes;
             const CENTRE: f32 = $centre;
             #[inline(always)]
-            unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8] {
+            unsafe fn expand<S: Simd>(
+                s: S,
+                levels: S::I,
+                p: *const u32,
+                piece: usize,
+            ) -> [S::F; 8] {
                 // SAFETY: by contract.
-                let quads = unsafe { [0, 1].map(|half| Self::quad(s, p, 2 * piece + half)) };
-                let centred = s.splat(128.0 - $centre);
-                let [even, odd] = quads.map(|q| s.byte_units(q).map(|v| s.add(v, centred)));
-                [
-                    even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3],
-                ]
+                let quads =
+                    unsafe { [0, 1].map(|half| Self::quad(s, levels, p, 2 * piece + half)) };
+                merged(s, quads, $centre)
             }
             #[inline(always)]
-            unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
+            unsafe fn quad<S: Simd>(s: S, _: S::I, p: *const u32, i: usize) -> S::I {
                 let last = $codes.words() - 1;
                 // SAFETY: by contract.
                 let (low, high) = unsafe {
@@ -131,17 +152,35 @@ planes!(Five, UnitCodes::Five, 16.0, high: 1);
 planes!(Six, UnitCodes::Six, 32.0, high: 2);
 
 /// Marker for [`Units`] that [`int8::spread`](super::int8::spread) made of others: four codes below
-/// 64 each, in the order and with the centre that those have.
-pub(crate) struct Quads;
-impl Units for Quads {
+/// 64 each, in the order and with the centre that those have; `SHORT` of their products fit [`Simd::SHORT_SUMS`].
+pub(crate) struct Quads<const SHORT: usize>;
+impl<const SHORT: usize> Units for Quads<SHORT> {
     const CODES: UnitCodes = UnitCodes::Nibble; // multiplied as nibbles are
     const CENTRE: f32 = 0.0;
     const INPUTS: usize = 4;
     const WORDS: usize = 1;
 
     #[inline(always)]
-    unsafe fn expand<S: Simd>(_: S, _: *const u32, _: usize) -> [S::F; 8] {
+    unsafe fn expand<S: Simd>(_: S, _: S::I, _: *const u32, _: usize) -> [S::F; 8] {
         unreachable!("integer products alone take them")
+    }
+}
+
+/// Marker for [`Units`]: 4-bit codes that number the levels of a table.
+pub(crate) struct Levels;
+impl Units for Levels {
+    const CODES: UnitCodes = UnitCodes::Levels;
+    const CENTRE: f32 = 128.0;
+    #[inline(always)]
+    unsafe fn expand<S: Simd>(s: S, levels: S::I, p: *const u32, _: usize) -> [S::F; 8] {
+        // SAFETY: by contract.
+        let quads = unsafe { [Self::quad(s, levels, p, 0), Self::quad(s, levels, p, 1)] };
+        merged(s, quads, Self::CENTRE)
+    }
+    #[inline(always)]
+    unsafe fn quad<S: Simd>(s: S, levels: S::I, p: *const u32, i: usize) -> S::I {
+        // SAFETY: by contract.
+        s.lookup(levels, s.split_nibbles(unsafe { s.load_bits(p) })[i])
     }
 }
 
@@ -151,12 +190,12 @@ impl Units for Nibble {
     const CODES: UnitCodes = UnitCodes::Nibble;
     const CENTRE: f32 = 8.0;
     #[inline(always)]
-    unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {
+    unsafe fn expand<S: Simd>(s: S, _: S::I, p: *const u32, _: usize) -> [S::F; 8] {
         // SAFETY: by contract.
         s.nibble_units(unsafe { s.load_bits(p) })
     }
     #[inline(always)]
-    unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
+    unsafe fn quad<S: Simd>(s: S, _: S::I, p: *const u32, i: usize) -> S::I {
         // SAFETY: by contract.
         s.split_nibbles(unsafe { s.load_bits(p) })[i]
     }
@@ -205,6 +244,7 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
 ) {
     let (n, words) = (U::CODES.inputs(), U::CODES.words());
     let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
+    let levels = levels(s, w);
     // SAFETY: by contract.
     unsafe {
         let data = w.data.as_ptr().add(panel * w.units * words * LANES);
@@ -217,7 +257,7 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
             let by = factors::<S, U>(s, w, panel * w.groups + group);
             while u < end {
                 for piece in 0..pieces {
-                    let v = U::expand(s, data.add(u * words * LANES), piece);
+                    let v = U::expand(s, levels, data.add(u * words * LANES), piece);
                     for (i, &v) in v.iter().enumerate() {
                         if i < of_piece {
                             s.store(out.add(i * LANES), weight::<S, U>(s, v, by));
@@ -250,6 +290,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const P: usize, const C: usize>(
 ) {
     let (n, words) = (U::CODES.inputs(), U::CODES.words());
     let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
+    let levels = levels(s, w);
     // SAFETY: by contract.
     unsafe {
         let stride = w.units * words * LANES;
@@ -268,7 +309,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const P: usize, const C: usize>(
                     let codes = data.add(p * stride + u * words * LANES);
                     fetch_ahead(s, codes, words);
                     for piece in 0..pieces {
-                        let v = U::expand(s, codes, piece);
+                        let v = U::expand(s, levels, codes, piece);
                         for (i, &v) in v.iter().enumerate() {
                             if i < of_piece {
                                 let v = weight::<S, U>(s, v, by[p]);

@@ -39,6 +39,8 @@ pub(crate) enum ActivationType {
         group: usize,
         /// Inputs that share both an activation and a weight scale.
         share: usize,
+        /// True for codes in one piece of 16 bits, which start from 0.
+        pairs: bool,
         /// The start value of the kernel's dot products, per unit of the codes' sum.
         start: i32,
         /// The codes of the weights, which determine the order within 8 activation codes.
@@ -73,7 +75,8 @@ pub(crate) struct Prepared {
     pub(crate) floats: Buffer<f32>,
     /// bf16: `[blocks, inputs / 2, width]`, two values each, the first in the low half.
     pub(crate) pairs: Buffer<u32>,
-    /// Codes: `[blocks, inputs / 4, width, planes, 4]`, high bytes before low ones. Quads: `[blocks, quads / 4, width,
+    /// Codes: `[blocks, inputs / 4, width, planes, 4]`, high bytes before low ones; in one piece of 16 bits: `[blocks,
+    /// inputs / 4, 2, width, 2]`, of four codes the first and third, then the others. Quads: `[blocks, quads / 4, width,
     /// planes, 16]`.
     pub(crate) codes: Buffer<i8>,
     /// Codes: `[blocks, inputs / share, width]`; quads: times a value of the weight's code.

@@ -7,21 +7,84 @@
 //!
 //! An int16 code is `255 h + l` with signed bytes `h` and `l`: two integer sums that are combined
 //! in f32, which holds `255 (sum q h)` to within its last bit but one. Weights are read once for both,
-//! so that if memory is the limit, int16 costs no more than int8.
+//! so that if memory is the limit, int16 costs no more than int8. Where the instruction set multiplies integers of 16
+//! bits, many columns have such codes in one piece ([`Pairs`]): the integer sum is then rounded once, to the same f32.
 
 use super::fetch::{fetch_ahead, fetch_group, groups_ahead};
-use super::float::{Units, offset};
+use super::float::{Byte, Five, GEMV_COLUMNS, Levels, Nibble, Quads, Six, Units, levels, offset};
 use super::input::Prepared;
 use super::pack::{PanelWeight, UnitCodes};
-use crate::simd::{LANES, Simd};
+use crate::simd::{LANES, Simd, SimdPairs};
 use nq_kernels::reference::INT16_BASE;
 
-/// `P` panels from panel `panel` on times block `block` of `C` columns of x, each code of `N` bytes:
+/// How the codes of [`Units`] are multiplied with four bytes of x, or a pair of integers of 16 bits.
+pub(crate) trait Products<S: Simd>: Units {
+    /// Dwords of x that a unit takes, of each of its planes.
+    const DWORDS: usize = Self::INPUTS / 4;
+    /// Most products that [`Simd::SHORT_SUMS`] hold; `None` for products that are not added to those.
+    const SHORT: Option<usize>;
+
+    /// Adds the products of one quad, or pair.
+    fn add(s: S, sums: S::I, w: S::I, x: i32) -> S::I;
+}
+
+/// [`Products`] of bytes: unsigned ones below 64, of which so many fit short sums, or any.
+macro_rules! products {
+    ($name:ident, $short:expr, $method:ident) => {
+        impl<S: Simd> Products<S> for $name {
+            const SHORT: Option<usize> = $short;
+            #[inline(always)]
+            fn add(s: S, sums: S::I, w: S::I, x: i32) -> S::I {
+                s.$method(sums, w, x)
+            }
+        }
+    };
+}
+products!(Nibble, Some(8), dot4_nibbles);
+products!(Five, Some(4), dot4_nibbles);
+products!(Six, Some(2), dot4_nibbles);
+products!(Byte, None, dot4_bytes);
+products!(Levels, None, dot4_bytes);
+impl<S: Simd, const SHORT: usize> Products<S> for Quads<SHORT> {
+    const SHORT: Option<usize> = Some(SHORT);
+    #[inline(always)]
+    fn add(s: S, sums: S::I, w: S::I, x: i32) -> S::I {
+        s.dot4_nibbles(sums, w, x)
+    }
+}
+
+/// Marker for [`Units`] that [`spread_pairs`] made of others: codes less their centre as integers of 16 bits.
+pub(crate) struct Pairs;
+impl Units for Pairs {
+    const CODES: UnitCodes = UnitCodes::Byte;
+    const CENTRE: f32 = 0.0;
+    const WORDS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn expand<S: Simd>(_: S, _: S::I, _: *const u32, _: usize) -> [S::F; 8] {
+        unreachable!("integer products alone take them")
+    }
+    #[inline(always)]
+    unsafe fn quad<S: Simd>(s: S, _: S::I, p: *const u32, i: usize) -> S::I {
+        // SAFETY: by contract.
+        unsafe { s.load_bits(p.add(i * LANES)) }
+    }
+}
+impl<S: SimdPairs> Products<S> for Pairs {
+    const DWORDS: usize = 2;
+    const SHORT: Option<usize> = None;
+    #[inline(always)]
+    fn add(s: S, sums: S::I, w: S::I, x: i32) -> S::I {
+        s.dot2(sums, w, x)
+    }
+}
+
+/// `P` panels from panel `panel` on times block `block` of `C` columns of x, each code of `N` planes:
 /// `out` is `[C][16]` for each panel, `out_stride` floats apart.
 ///
 /// # Safety
 /// The panels lie inside `w`; their codes, integers in units of `U`, are at `data`; `x` was prepared
-/// for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
+/// for `w` as codes of `N` planes in blocks of `C` columns; `out` has room.
 #[inline(always)]
 #[allow(
     clippy::needless_range_loop,
@@ -31,7 +94,13 @@ use nq_kernels::reference::INT16_BASE;
     clippy::too_many_arguments,
     reason = "the table's type of dot products"
 )]
-pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, const N: usize>(
+pub(crate) unsafe fn dot<
+    S: Simd,
+    U: Products<S>,
+    const P: usize,
+    const C: usize,
+    const N: usize,
+>(
     s: S,
     w: &PanelWeight,
     x: &Prepared,
@@ -41,12 +110,18 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
     out: *mut f32,
     out_stride: usize,
 ) {
-    let bytes = matches!(U::CODES, UnitCodes::Byte);
-    let per_unit = U::INPUTS / 4; // dwords of x
-    // Two at a time, those of one word: compilers unroll that, and longer loops not always.
-    let together = per_unit.min(2);
     let (share, centre) = (x.share, w.codes.centre());
     let units = share / U::INPUTS;
+    let levels = levels(s, w);
+    // Units, or parts of one, whose products are added up at a time.
+    let short = U::SHORT.filter(|_| S::SHORT_SUMS);
+    let (span, parts) = match short {
+        Some(short) => ((short / U::DWORDS).max(1), (U::DWORDS / short).max(1)),
+        None => (units, 1),
+    };
+    let of_part = U::DWORDS / parts;
+    // Two at a time, those of one word: compilers unroll that, and longer loops not always.
+    let together = of_part.min(2);
     // SAFETY: by contract.
     unsafe {
         let stride = w.inputs / U::INPUTS * U::WORDS * LANES;
@@ -54,7 +129,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
             .codes
             .as_ptr()
             .cast::<i32>()
-            .add(block * (w.inputs / 4) * C * N);
+            .add(block * (w.inputs / U::INPUTS * U::DWORDS) * C * N);
         let shares = w.inputs / share;
         let mut scales = x.scales.as_ptr().add(block * shares * C);
         let mut starts = x.starts.as_ptr().add(block * shares * C * N);
@@ -68,7 +143,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
                 let at = (panel + p) * w.groups + group;
                 scale[p] = s.load_f16(w.scales.as_ptr().add(at * LANES));
             }
-            if P == 1 {
+            if P == 1 && C <= GEMV_COLUMNS {
                 fetch_group(s, w, panel * w.groups + group + groups_ahead);
             }
             while done < end {
@@ -81,30 +156,49 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
                         }
                     }
                 }
-                for _ in 0..units {
-                    if P == 1 {
-                        fetch_ahead(s, data, U::WORDS);
-                    }
-                    for word in 0..per_unit / together {
-                        for half in 0..together {
-                            let i = word * together + half;
+                let mut left = units;
+                while left > 0 {
+                    let now = left.min(span);
+                    left -= now;
+                    for part in 0..parts {
+                        let mut sums = match short {
+                            Some(_) => [[[s.splat_i(0); N]; C]; P],
+                            None => acc,
+                        };
+                        for unit in 0..now {
+                            let data = data.add(unit * U::WORDS * LANES);
+                            if P == 1 && C <= GEMV_COLUMNS && part == 0 {
+                                fetch_ahead(s, data, U::WORDS);
+                            }
+                            for word in 0..of_part / together {
+                                for half in 0..together {
+                                    let i = part * of_part + word * together + half;
+                                    for c in 0..C {
+                                        for n in 0..N {
+                                            let a = xs.add((half * C + c) * N + n).read_unaligned();
+                                            for p in 0..P {
+                                                let v = U::quad(s, levels, data.add(p * stride), i);
+                                                sums[p][c][n] = U::add(s, sums[p][c][n], v, a);
+                                            }
+                                        }
+                                    }
+                                }
+                                xs = xs.add(together * C * N);
+                            }
+                        }
+                        if short.is_none() {
+                            acc = sums;
+                            continue;
+                        }
+                        for p in 0..P {
                             for c in 0..C {
                                 for n in 0..N {
-                                    let a = xs.add((half * C + c) * N + n).read_unaligned();
-                                    for p in 0..P {
-                                        let v = U::quad(s, data.add(p * stride), i);
-                                        acc[p][c][n] = if bytes {
-                                            s.dot4_bytes(acc[p][c][n], v, a)
-                                        } else {
-                                            s.dot4_nibbles(acc[p][c][n], v, a)
-                                        };
-                                    }
+                                    acc[p][c][n] = s.long_sums(acc[p][c][n], sums[p][c][n]);
                                 }
                             }
                         }
-                        xs = xs.add(together * C * N);
                     }
-                    data = data.add(U::WORDS * LANES);
+                    data = data.add(now * U::WORDS * LANES);
                 }
                 for c in 0..C {
                     let sx = s.splat(*scales.add(c));
@@ -145,7 +239,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
 /// The panel lies inside `w`, which holds `U::CODES` (integers); `out` has room.
 #[inline(always)]
 pub(crate) unsafe fn spread<S: Simd, U: Units>(s: S, w: &PanelWeight, panel: usize, out: *mut u32) {
-    let quads = U::INPUTS / 4;
+    let (quads, levels) = (U::INPUTS / 4, levels(s, w));
     // SAFETY: by contract.
     unsafe {
         let data = w.data.as_ptr().add(panel * w.units * U::WORDS * LANES);
@@ -153,7 +247,34 @@ pub(crate) unsafe fn spread<S: Simd, U: Units>(s: S, w: &PanelWeight, panel: usi
             let from = data.add(unit * U::WORDS * LANES);
             for i in 0..quads {
                 let to = out.add((unit * quads + i) * LANES);
-                s.store_bits(to, U::quad(s, from, i));
+                s.store_bits(to, U::quad(s, levels, from, i));
+            }
+        }
+    }
+}
+
+/// As [`spread`], as [`Pairs`], `[inputs / 4][2][16]` words.
+///
+/// # Safety
+/// That of [`spread`].
+#[inline(always)]
+pub(crate) unsafe fn spread_pairs<S: SimdPairs, U: Units>(
+    s: S,
+    w: &PanelWeight,
+    panel: usize,
+    out: *mut u32,
+) {
+    let (quads, levels) = (U::INPUTS / 4, levels(s, w));
+    // SAFETY: by contract.
+    unsafe {
+        let data = w.data.as_ptr().add(panel * w.units * U::WORDS * LANES);
+        for unit in 0..w.units {
+            let from = data.add(unit * U::WORDS * LANES);
+            for i in 0..quads {
+                let to = out.add((unit * quads + i) * 2 * LANES);
+                let [first, second] = s.pairs(U::quad(s, levels, from, i), U::CENTRE as i16);
+                s.store_bits(to, first);
+                s.store_bits(to.add(LANES), second);
             }
         }
     }

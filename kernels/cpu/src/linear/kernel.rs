@@ -36,6 +36,8 @@ pub struct LinearKernel {
     pub(super) codes: UnitCodes,
     /// Most columns in a block of activations.
     pub(super) columns: usize,
+    /// True if it multiplies integers of 16 bits: [`Pairs`](super::int8::Pairs).
+    pub(super) pairs: bool,
     /// The start value of integer dot products, per unit of the codes' sum.
     pub(super) start: i32,
     /// Bytes per activation code.
@@ -77,6 +79,7 @@ impl LinearKernel {
                         planes: planes(activations),
                         group,
                         share: share(w.group, group),
+                        pairs: self.pairs,
                         start: self.start,
                         against: w.codes,
                     }

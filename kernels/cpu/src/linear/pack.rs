@@ -24,8 +24,8 @@ use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::trellis::{self, STRIP, TILE};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Exl3Weight, Group, QuantizedWeight, Tensor, TrellisWeight,
-    Weight, ZeroPoints, Zeros,
+    AffineScheme, AffineWeight, Bits, Exl3Weight, Group, Levels, QuantizedWeight, Tensor,
+    TrellisWeight, Weight, ZeroPoints, Zeros,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
@@ -49,6 +49,8 @@ pub(crate) enum UnitCodes {
     Five,
     /// 16 codes of 6 bits, in three words.
     Six,
+    /// Eight 4-bit codes that number the levels of a table ([`PanelWeight::levels`]): 8-bit codes.
+    Levels,
     /// A trellis code, which has no units: see [`trellis`](super::trellis).
     Trellis,
     /// A code of EXL3, likewise: see [`super::exl3`].
@@ -62,7 +64,7 @@ impl UnitCodes {
             UnitCodes::F32 | UnitCodes::Trellis | UnitCodes::Exl3 => 1,
             UnitCodes::F16 | UnitCodes::Bf16 => 2,
             UnitCodes::Byte => 4,
-            UnitCodes::Nibble => 8,
+            UnitCodes::Nibble | UnitCodes::Levels => 8,
             UnitCodes::Five => 32,
             UnitCodes::Six => 16,
         }
@@ -77,7 +79,7 @@ impl UnitCodes {
         }
     }
 
-    /// Width of integer codes, which gives the midpoint of symmetric ones.
+    /// Width of the values of integer codes, which gives the midpoint of symmetric ones.
     fn bits(self) -> Bits {
         match self {
             UnitCodes::Nibble => Bits::B4,
@@ -102,6 +104,7 @@ impl UnitCodes {
                 _ => Vec::new(),
             },
             Weight::Quantized(QuantizedWeight::Affine(a)) => match a.scheme().value_bits() {
+                Bits::B8 if has_table(&a.scheme()) => vec![UnitCodes::Levels, UnitCodes::Byte],
                 Bits::B5 => vec![UnitCodes::Five, UnitCodes::Byte],
                 Bits::B6 => vec![UnitCodes::Six, UnitCodes::Byte],
                 Bits::B8 => vec![UnitCodes::Byte],
@@ -114,10 +117,16 @@ impl UnitCodes {
     }
 }
 
+/// True for codes that kernels find in a table of 16 levels.
+pub(super) const fn has_table(scheme: &AffineScheme) -> bool {
+    scheme.bits.width() <= 4 && matches!(scheme.levels, Levels::Table)
+}
+
 /// The width in which the CPU holds a scheme's codes. It holds 5-bit codes as 8 bits if activations
 /// have a scale per 16 inputs.
 pub fn held_bits(scheme: &AffineScheme) -> Bits {
     match scheme.value_bits() {
+        Bits::B8 if has_table(scheme) => Bits::B4,
         Bits::B3 => Bits::B4,
         bits => bits,
     }
@@ -155,6 +164,8 @@ pub(crate) struct PanelWeight {
     pub(crate) scales: Buffer<f16>,
     /// `[panels, groups, 16]`
     pub(crate) zeros: PackedZeros,
+    /// The 8-bit code of each level that codes number.
+    pub(crate) levels: [u8; LANES],
     /// Original index of each packed input ([`HOLE`]: none), if they are permuted.
     pub(crate) order: Option<Arc<[u32]>>,
     /// Of a trellis weight, what it has beside its words, which are `data`.
@@ -224,6 +235,7 @@ impl PanelWeight {
             data: interleave(team, rows, units, &RowSource::Dense { data, stride }),
             scales: Buffer::default(),
             zeros: PackedZeros::None,
+            levels: [0; LANES],
             order: None,
             trellis: None,
             exl3: None,
@@ -242,6 +254,7 @@ impl PanelWeight {
             data: exl3::pack(team, w),
             scales: panels_of(team, rows, 1, &[0], w.output_scales()),
             zeros: PackedZeros::None,
+            levels: [0; LANES],
             order: None,
             trellis: None,
             exl3: PackedExl3::of(w),
@@ -260,6 +273,7 @@ impl PanelWeight {
             data: pack_trellis(team, w),
             scales: panels_of(team, rows, 1, &[0], w.row_scales()),
             zeros: PackedZeros::None,
+            levels: [0; LANES],
             order: None,
             trellis: Some(PackedTrellis {
                 scheme: w.scheme(),
@@ -334,6 +348,10 @@ impl PanelWeight {
             }
             ZeroPoints::Integer(_) => pack_zeros(team, a, &source),
         };
+        let mut levels = [0; LANES];
+        if let (UnitCodes::Levels, Some(table)) = (codes, a.levels()) {
+            levels[..table.len()].copy_from_slice(table);
+        }
         PanelWeight {
             codes,
             rows,
@@ -344,6 +362,7 @@ impl PanelWeight {
             data,
             scales,
             zeros,
+            levels,
             order: order.map(Into::into),
             trellis: None,
             exl3: None,
@@ -424,9 +443,16 @@ impl PanelWeight {
             UnitCodes::F32 => f32::from_bits(unit(i)),
             UnitCodes::F16 => f16::from_bits((unit(i / 2) >> (16 * (i & 1))) as u16).to_f32(),
             UnitCodes::Bf16 => f32::from_bits((unit(i / 2) >> (16 * (i & 1))) << 16),
-            UnitCodes::Byte | UnitCodes::Nibble | UnitCodes::Five | UnitCodes::Six => {
+            UnitCodes::Byte
+            | UnitCodes::Nibble
+            | UnitCodes::Five
+            | UnitCodes::Six
+            | UnitCodes::Levels => {
                 let (s, o) = self.affine_of(row, i / self.group);
                 let q = match self.codes {
+                    UnitCodes::Levels => {
+                        self.levels[(unit(i / 8) >> (4 * (i & 7))) as usize & 15].into()
+                    }
                     UnitCodes::Byte => (unit(i / 4) >> (8 * (i & 3))) & 255,
                     UnitCodes::Nibble => (unit(i / 8) >> (4 * (i & 7))) & 15,
                     codes => code_of_planes(codes, i, unit),
@@ -534,16 +560,23 @@ impl RowSource<'_> {
                 codes,
                 order: None,
                 ..
-            } if codes.words() == 1 => weight.held_row(row, scratch),
+            } if codes.words() == 1 && *codes != UnitCodes::Levels => weight.held_row(row, scratch),
             RowSource::Affine {
                 weight,
                 codes,
                 inputs,
                 order,
             } => {
-                let (bits, mut values) = (codes.bits(), vec![0; weight.in_features()]);
-                match codes.words() {
-                    1 => unpack_row(bits, weight.held_row(row, scratch), &mut values),
+                let mut values = vec![0; weight.in_features()];
+                let bits = match codes {
+                    UnitCodes::Levels => Bits::B4,
+                    codes => codes.bits(),
+                };
+                match (codes, codes.words()) {
+                    (UnitCodes::Levels, _) => {
+                        unpack_row(weight.scheme().bits, weight.row_codes(row), &mut values);
+                    }
+                    (_, 1) => unpack_row(bits, weight.held_row(row, scratch), &mut values),
                     _ => unpack_row(bits, weight.row_codes(row), &mut values),
                 }
                 if let Some(order) = order {

@@ -88,6 +88,7 @@ impl Prepared {
             planes,
             group,
             share,
+            pairs,
             start,
             against,
         } = rows.layout.values
@@ -97,18 +98,22 @@ impl Prepared {
         let (width, inputs, table) = (rows.width, rows.layout.inputs, rows.table);
         // Both are powers of two, or equal.
         let shift = (group / share).ilog2();
-        let (groups, shares, wide) = (rows.groups(), inputs / share, width * planes);
+        // Of a code: bytes, and sums.
+        let (bytes, parts) = if pairs { (2, 1) } else { (planes, planes) };
+        let start = if pairs { 0 } else { start };
+        let (groups, shares) = (rows.groups(), inputs / share);
+        let (wide, of_sums) = (width * bytes, width * parts);
         let sums = SharedSlice::new(self.sums.reserve(rows.blocks * groups * width));
         let codes = SharedSlice::new(self.codes.reserve(rows.blocks * inputs * wide));
         let scales = SharedSlice::new(self.scales.reserve(rows.blocks * shares * width));
-        let starts = SharedSlice::new(self.starts.reserve(rows.blocks * shares * wide));
+        let starts = SharedSlice::new(self.starts.reserve(rows.blocks * shares * of_sums));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
             let (codes, scales, starts, sums) = unsafe {
                 (
                     codes.part(b * inputs * wide..(b + 1) * inputs * wide),
                     scales.part(b * shares * width..(b + 1) * shares * width),
-                    starts.part(b * shares * wide..(b + 1) * shares * wide),
+                    starts.part(b * shares * of_sums..(b + 1) * shares * of_sums),
                     sums.part(b * groups * width..(b + 1) * groups * width),
                 )
             };
@@ -124,13 +129,20 @@ impl Prepared {
                 }
                 let nibbles = against != UnitCodes::Byte;
                 for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
-                    let (bytes, at) = (&bytes[..inputs], c * planes + plane);
+                    let (bytes, at) = (&bytes[..inputs], (c * planes + plane) % of_sums);
                     let totals = scratch.totals[plane].reserve(shares);
                     (table.total)(bytes, share, totals);
-                    (table.interleave)(bytes, nibbles, codes, at, wide);
-                    for (i, &total) in totals.iter().enumerate() {
-                        starts[i * wide + at] = start * total;
+                    if !pairs {
+                        (table.interleave)(bytes, nibbles, codes, at, wide);
                     }
+                    for (i, &total) in totals.iter().enumerate() {
+                        starts[i * of_sums + at] = start * total;
+                    }
+                }
+                if pairs {
+                    let [high, low] = &scratch.codes;
+                    let low = (planes > 1).then(|| &low[..inputs]);
+                    (table.interleave_pairs)(&high[..inputs], low, nibbles, codes, c, width);
                 }
                 for i in 0..shares {
                     scales[i * width + c] = row_scales[i >> shift];

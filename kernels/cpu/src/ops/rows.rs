@@ -297,3 +297,38 @@ pub(crate) fn interleave<S: Simd>(
         }
     }
 }
+
+/// As [`interleave`], for codes in one piece of 16 bits, `high` or `255 high + low`: of quad `i`, the first and third
+/// code go to place `2 i * width + c`, the others to place `(2 i + 1) * width + c`.
+#[inline(always)]
+pub(crate) fn interleave_pairs<S: Simd>(
+    _: S,
+    high: &[i8],
+    low: Option<&[i8]>,
+    nibbles: bool,
+    to: &mut [i8],
+    c: usize,
+    width: usize,
+) {
+    let (to, _) = to.as_chunks_mut::<4>();
+    // Inputs of a quad are two apart in nibbles.
+    let order = match nibbles {
+        false => [[0, 2], [1, 3], [4, 6], [5, 7]],
+        true => [[0, 4], [2, 6], [1, 5], [3, 7]],
+    };
+    let (highs, _) = high.as_chunks::<8>();
+    let lows = low.map(|low| low.as_chunks::<8>().0);
+    for (i, high) in highs.iter().enumerate() {
+        let mut codes = high.map(i16::from);
+        if let Some(lows) = lows {
+            for (code, low) in codes.iter_mut().zip(lows[i]) {
+                *code = *code * INT16_BASE as i16 + i16::from(low);
+            }
+        }
+        let to = to[4 * i * width + c..].iter_mut().step_by(width);
+        for (to, [a, b]) in to.zip(order) {
+            let [a, b] = [codes[a].to_le_bytes(), codes[b].to_le_bytes()];
+            *to = [a[0] as i8, a[1] as i8, b[0] as i8, b[1] as i8];
+        }
+    }
+}

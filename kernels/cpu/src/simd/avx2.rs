@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C, with or without VNNI: 16 lanes are two registers.
 
-use super::{Simd, instructions, memory};
+use super::{Simd, SimdPairs, instructions, memory};
 use half::f16;
 use std::arch::x86_64::*;
 
@@ -117,6 +117,7 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
     // Without VNNI, which takes unsigned weights, 8-bit ones are made signed: see
     // `signed_pairs`.
     const BYTE_START: i32 = if VNNI == WITHOUT { 0 } else { -128 };
+    const SHORT_SUMS: bool = VNNI == WITHOUT;
 
     #[inline(always)]
     unsafe fn new() -> Self {
@@ -277,15 +278,21 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
                 _mm256_or_si256(low.1, _mm256_slli_epi32::<4>(high.1)),
             )
         }
-        fn dot4_nibbles(self, acc: Integers, w: Integers, x: i32) -> Integers {
+        fn lookup(self, levels: Integers, codes: Integers) -> Integers {
+            Integers(_mm256_shuffle_epi8(levels.0, codes.0), _mm256_shuffle_epi8(levels.1, codes.1))
+        }
+        fn long_sums(self, acc: Integers, sums: Integers) -> Integers {
+            Integers(self.madd(acc.0, sums.0), self.madd(acc.1, sums.1))
+        }
+        fn dot4_nibbles(self, sums: Integers, w: Integers, x: i32) -> Integers {
             if VNNI != WITHOUT {
-                return self.dpbusd(acc, w, self.splat_i(x));
+                return self.dpbusd(sums, w, self.splat_i(x));
             }
             // At most 2 * 63 * 127 per pair: no saturation.
             let x = _mm256_set1_epi32(x);
             Integers(
-                self.madd(acc.0, _mm256_maddubs_epi16(w.0, x)),
-                self.madd(acc.1, _mm256_maddubs_epi16(w.1, x)),
+                _mm256_add_epi16(sums.0, _mm256_maddubs_epi16(w.0, x)),
+                _mm256_add_epi16(sums.1, _mm256_maddubs_epi16(w.1, x)),
             )
         }
         fn dot4_lanes(self, acc: Integers, w: Integers, x: Integers) -> Integers {
@@ -333,6 +340,37 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
                 Integers(first[0], second[0]), Integers(first[1], second[1]),
                 Integers(first[2], second[2]), Integers(first[3], second[3]),
             ]
+        }
+    }
+}
+
+impl<const VNNI: u8> SimdPairs for Avx2<VNNI> {
+    instructions! {
+        fn pairs(self, quads: Integers, centre: i16) -> [Integers; 2] {
+            let (low, centre) = (_mm256_set1_epi16(0xff), _mm256_set1_epi16(centre));
+            let even = Integers(_mm256_and_si256(quads.0, low), _mm256_and_si256(quads.1, low));
+            let odd = Integers(_mm256_srli_epi16::<8>(quads.0), _mm256_srli_epi16::<8>(quads.1));
+            [
+                Integers(_mm256_sub_epi16(even.0, centre), _mm256_sub_epi16(even.1, centre)),
+                Integers(_mm256_sub_epi16(odd.0, centre), _mm256_sub_epi16(odd.1, centre)),
+            ]
+        }
+        fn dot2(self, acc: Integers, w: Integers, x: i32) -> Integers {
+            let x = _mm256_set1_epi32(x);
+            match VNNI {
+                WITHOUT => Integers(
+                    _mm256_add_epi32(acc.0, _mm256_madd_epi16(w.0, x)),
+                    _mm256_add_epi32(acc.1, _mm256_madd_epi16(w.1, x)),
+                ),
+                VEX => Integers(
+                    _mm256_dpwssd_avx_epi32(acc.0, w.0, x),
+                    _mm256_dpwssd_avx_epi32(acc.1, w.1, x),
+                ),
+                _ => Integers(
+                    _mm256_dpwssd_epi32(acc.0, w.0, x),
+                    _mm256_dpwssd_epi32(acc.1, w.1, x),
+                ),
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! AVX-512 F, BW, VL, DQ and VNNI, with or without BF16.
 
-use super::{Simd, instructions, memory};
+use super::{Simd, SimdPairs, instructions, memory};
 use half::f16;
 use std::arch::x86_64::*;
 
@@ -137,6 +137,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let high = _mm512_and_si512(high, _mm512_set1_epi32(mask));
             _mm512_or_si512(low, _mm512_slli_epi32::<4>(high))
         }
+        fn lookup(self, levels: __m512i, codes: __m512i) -> __m512i { _mm512_shuffle_epi8(levels, codes) }
         fn dot4_nibbles(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
         }
@@ -172,6 +173,21 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm512_unpacklo_epi64(low[0], low[1]), _mm512_unpackhi_epi64(low[0], low[1]),
                 _mm512_unpacklo_epi64(high[0], high[1]), _mm512_unpackhi_epi64(high[0], high[1]),
             ]
+        }
+    }
+}
+
+impl<const BF16: bool> SimdPairs for Avx512<BF16> {
+    instructions! {
+        fn pairs(self, quads: __m512i, centre: i16) -> [__m512i; 2] {
+            let (low, centre) = (_mm512_set1_epi16(0xff), _mm512_set1_epi16(centre));
+            [
+                _mm512_sub_epi16(_mm512_and_si512(quads, low), centre),
+                _mm512_sub_epi16(_mm512_srli_epi16::<8>(quads), centre),
+            ]
+        }
+        fn dot2(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
+            _mm512_dpwssd_epi32(acc, w, _mm512_set1_epi32(x))
         }
     }
 }

@@ -62,6 +62,8 @@ pub(crate) trait Simd: Copy {
     const NIBBLE_START: i32;
     /// The start value for 8-bit codes minus 128.
     const BYTE_START: i32;
+    /// True if [`Simd::dot4_nibbles`] adds to sums of 16 bits, so that only few may be added up.
+    const SHORT_SUMS: bool = false;
 
     /// Creates the proof.
     ///
@@ -192,10 +194,18 @@ pub(crate) trait Simd: Copy {
     /// The bytes of `low`, all below 16, combined with the bits `mask` (in each byte, 1 or 3) of the
     /// bytes of `high`, shifted right by `shift`, as higher bits.
     fn with_high(self, low: Self::I, high: Self::I, shift: i32, mask: i32) -> Self::I;
-    /// `acc + sum of 4 (w * x)` per lane, over the bytes `w`, all below 64, and the signed
+    /// The bytes of `levels` (from [`Simd::load_fours`]) that the bytes of `codes`, all below 16, number.
+    fn lookup(self, levels: Self::I, codes: Self::I) -> Self::I;
+    /// `acc` and the sums of [`Simd::dot4_nibbles`], which start from 0 where they are short.
+    #[inline(always)]
+    fn long_sums(self, acc: Self::I, sums: Self::I) -> Self::I {
+        self.add_i(acc, sums)
+    }
+    /// `sums + sum of 4 (w * x)` per lane, over the bytes `w`, all below 64, and the signed
     /// bytes of `x`, all above -128. Started from `-centre * (sum of x)`, it is the
-    /// dot product of `w - centre`; for nibbles started with `NIBBLE_START`, of `w - 8`.
-    fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
+    /// dot product of `w - centre`; for nibbles started with `NIBBLE_START`, of `w - 8`. With
+    /// [`Simd::SHORT_SUMS`] these are two sums in a lane, and no more may be added up than keep the greatest `w`, times 254 for each, below 2^15.
+    fn dot4_nibbles(self, sums: Self::I, w: Self::I, x: i32) -> Self::I;
     /// Like [`Simd::dot4_nibbles`] for bytes up to 255: started with `BYTE_START`, of `w - 128`.
     #[inline(always)]
     fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I {
@@ -256,4 +266,12 @@ pub(crate) trait Simd: Copy {
         let s = self.div(gate, self.add(self.splat(1.0), e));
         self.mul(s, up)
     }
+}
+
+/// Products of integers of 16 bits.
+pub(crate) trait SimdPairs: Simd {
+    /// The bytes of `quads` less `centre`, as integers of 16 bits: bytes 0 and 2 of each lane, then 1 and 3.
+    fn pairs(self, quads: Self::I, centre: i16) -> [Self::I; 2];
+    /// `acc + w0 x0 + w1 x1` per lane, over the pairs of integers of 16 bits in the lanes of `w` and in `x`.
+    fn dot2(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
 }

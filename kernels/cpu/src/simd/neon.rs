@@ -246,6 +246,10 @@ impl Simd for Neon {
             let high = four!(i => vandq_s32(vreinterpretq_s32_u32(high[i]), mask));
             four!(i => vorrq_s32(low[i], vshlq_n_s32::<4>(high[i])))
         }
+        fn lookup(self, levels: I, codes: I) -> I {
+            let levels = vreinterpretq_u8_s32(levels[0]);
+            four!(i => vreinterpretq_s32_u8(vqtbl1q_u8(levels, vreinterpretq_u8_s32(codes[i]))))
+        }
         fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
             let x = vreinterpretq_s8_s32(vdupq_n_s32(x));
             four!(i => self.sdot(acc[i], vreinterpretq_s8_s32(w[i]), x))

@@ -179,6 +179,14 @@ impl Simd for Scalar {
         from_fn(|i| low[i] | ((high[i] >> shift) & mask as u32) << 4)
     }
     #[inline(always)]
+    fn lookup(self, levels: I, codes: I) -> I {
+        from_fn(|i| {
+            let level =
+                |code: u8| levels[usize::from(code / 4)].to_le_bytes()[usize::from(code % 4)];
+            u32::from_le_bytes(codes[i].to_le_bytes().map(level))
+        })
+    }
+    #[inline(always)]
     fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
         self.dot4_bytes(acc, w, x)
     }
