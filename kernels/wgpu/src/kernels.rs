@@ -1,6 +1,5 @@
 //! The kernels between products: attention, heads, norms, draws; and what they are bound to.
 
-use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::pack::UNIT;
 use crate::source::KernelSource;
 use nq_kernels::pages::{KvType, PAGE};
@@ -11,18 +10,6 @@ pub(crate) const SPLITS: usize = 32;
 
 /// Parts of the vocabulary in which the best token is looked for.
 pub(crate) const DRAW_PARTS: usize = 64;
-
-/// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Read, Read, Read, Read];
-pub(crate) const ATTENTION_ROW: [Binding; 9] =
-    [Uniform, Read, Write, Write, Read, Read, Write, Write, Write];
-pub(crate) const DRAW: [Binding; 2] = [Read, Write];
-pub(crate) const COMBINE: [Binding; 5] = [Uniform, Read, Write, Write, Read];
-pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Write, Write, Write, Write];
-pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
-pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
-pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
-pub(crate) const SILU: [Binding; 3] = [Uniform, Read, Write];
 
 /// Values of queries that workgroups of attention hold at most: half of the 16 KB that every adapter has.
 const HELD_QUERIES: usize = 2048;

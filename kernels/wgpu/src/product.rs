@@ -1,7 +1,7 @@
 //! Products of a session: weights bound to inputs and outputs, and the kernels that multiply with them.
 
 use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{GRID, Gpu, Grid, Kernel, LaunchPass};
+use crate::gpu::{BoundKernel, GRID, Gpu, Grid, Kernel, LaunchPass};
 use crate::linear::{Linear, Slice};
 use crate::pack::{Codes, Form, UNIT};
 use crate::source::KernelSource;
@@ -26,15 +26,6 @@ pub(crate) enum Outputs {
 /// What a kernel of products is bound to: codes, high bits, scales, sizes of the slice and of the pass, inputs and
 /// their scales (or gains of their norm), and outputs.
 const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
-
-/// The same of products with experts, and behind it the routes of rows, or these in groups.
-pub(crate) const EXPERTS: [Binding; 9] =
-    [Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read];
-
-/// The same of those that choose experts: behind it scores, and routes.
-const CHOOSING: [Binding; 10] = [
-    Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read, Write,
-];
 
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
@@ -116,7 +107,7 @@ impl BoundProduct {
                 None => {
                     let source = source(form, self.rounds, self.outputs);
                     let source = shaped(source, gpu, self.rounds, rows);
-                    let kernel = gpu.kernel(&source, &BINDINGS)?;
+                    let kernel = gpu.kernel(&source)?;
                     known.insert(key, Arc::clone(&kernel));
                     kernel
                 }
@@ -133,7 +124,7 @@ impl BoundProduct {
 
 /// The product of a step of one row, whose kernels normalize their inputs themselves, and round them.
 pub(crate) struct RowProduct {
-    slices: Vec<(Arc<Kernel>, BindGroup, Grid)>,
+    slices: Vec<(BoundKernel, Grid)>,
 }
 
 /// The buffers of a [`RowProduct`].
@@ -224,7 +215,6 @@ impl RowProduct {
                 }
             };
             let mut buffers = bound.buffers(slice).to_vec();
-            let mut bindings = &BINDINGS[..];
             if let Some((_, eps)) = norm {
                 source = source.with_float("EPS", eps).flag("NORM", true);
             }
@@ -240,24 +230,18 @@ impl RowProduct {
                 .flag("EXPERTS", true)
                 .flag("CHOOSE", scores.is_some())
                 .flag(if routed.summed { "SUMMED" } else { "SPREAD" }, true);
-                bindings = if scores.is_some() {
-                    &CHOOSING
-                } else {
-                    &EXPERTS
-                };
                 buffers.extend(scores.map(|(scores, _)| scores));
                 buffers.push(routed.routes);
             }
-            let kernel = gpu.kernel(&source, bindings)?;
-            slices.push((kernel, gpu.bind(bindings, &buffers)?, grid));
+            slices.push((gpu.bound(&source, &buffers)?, grid));
         }
         Ok(Some(RowProduct { slices }))
     }
 
     /// Adds the product of each of `rows` rows to `pass`: of one, if it is not one with experts.
     pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
-        for (kernel, bound, grid) in &self.slices {
-            pass.launch(kernel, bound, Grid { z: rows, ..*grid });
+        for (kernel, grid) in &self.slices {
+            kernel.launch(pass, Grid { z: rows, ..*grid });
         }
     }
 }

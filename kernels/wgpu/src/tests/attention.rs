@@ -2,10 +2,7 @@
 
 use super::{gpu, read, run, words};
 use crate::gpu::Grid;
-use crate::kernels::{
-    ATTENTION, ATTENTION_ROW, COMBINE, HEADS, Heads, attention, attention_row, combine,
-    prepare_heads,
-};
+use crate::kernels::{Heads, attention, attention_row, combine, prepare_heads};
 use crate::source::KernelSource;
 use half::f16;
 use nq_kernels::pages::{KvType, PAGE};
@@ -148,7 +145,7 @@ fn heads_are_normalized_turned_and_kept() {
         let values = gpu.buffer("values", bytes).unwrap();
         let scales = gpu.buffer("scales", 16).unwrap();
         let buffers = [&step, &batch, &vectors, &buffer, &keys, &values, &scales];
-        run(&gpu, &source, &HEADS, &buffers, Grid::new(s.rows, all));
+        run(&gpu, &source, &buffers, Grid::new(s.rows, all));
         let found = read(&gpu, &buffer, qkv.len());
         let kept = [read(&gpu, &keys, bytes / 4), read(&gpu, &values, bytes / 4)];
         for (r, row_values) in qkv.chunks_exact(row).enumerate() {
@@ -258,18 +255,18 @@ fn a_row_prepares_its_heads_and_attends() {
                                 [&first[..], &[&vectors, &keys, &values, &scales]].concat();
                             let mut grid = of_splits;
                             grid.y *= heads.shares();
-                            run(&gpu, &source, &ATTENTION_ROW, &buffers, grid);
+                            run(&gpu, &source, &buffers, grid);
                         } else {
                             let source = prepares(prepare_heads(heads, eps));
                             let buffers = [&step, &batch, &vectors, &qkv, &keys, &values, &scales];
                             let grid = Grid::new(1, count + 2 * kv);
-                            run(&gpu, &source, &HEADS, &buffers, grid);
+                            run(&gpu, &source, &buffers, grid);
                             let buffers = [&first[..], &[&keys, &values, &scales]].concat();
-                            run(&gpu, &attention(heads, 1), &ATTENTION, &buffers, of_splits);
+                            run(&gpu, &attention(heads, 1), &buffers, of_splits);
                         }
                         if splits > 1 {
                             let grid = Grid::new(1, count);
-                            run(&gpu, &combine(heads), &COMBINE, &first[..5], grid);
+                            run(&gpu, &combine(heads), &first[..5], grid);
                         }
                         [
                             read(&gpu, &attended, count * dim),
@@ -366,10 +363,10 @@ fn rows_attend_to_what_is_before_them() {
                     y: kv,
                     z: tiles,
                 };
-                run(&gpu, &attention(heads, tile), &ATTENTION, &buffers, grid);
+                run(&gpu, &attention(heads, tile), &buffers, grid);
                 if splits > 1 {
                     let grid = Grid::new(rows, count);
-                    run(&gpu, &combine(heads), &COMBINE, &buffers[..5], grid);
+                    run(&gpu, &combine(heads), &buffers[..5], grid);
                 }
                 let found = read(&gpu, &attended, rows * count * dim);
                 for (i, found) in found.chunks_exact(dim).enumerate() {

@@ -1,8 +1,8 @@
 //! Products, of every form of weights and number of rows.
 
-use super::{gpu, read, run};
-use crate::gpu::{Gpu, Grid, LaunchPass};
-use crate::kernels::{ROUND, SILU, round, silu};
+use super::{gpu, launch, read, run, sizes};
+use crate::gpu::{Gpu, Grid};
+use crate::kernels::{round, silu};
 use crate::linear::{Linear, Purpose};
 use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
@@ -40,20 +40,14 @@ fn product(
         true => linear.outputs / 2,
         false => linear.outputs,
     };
-    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    let step = sizes(gpu, rows);
     let x = gpu.upload("x", x).unwrap();
     let y = gpu.upload("y", &vec![1.0; rows * width]).unwrap();
     let rounded = gpu.buffer("bytes", rows * linear.inputs).unwrap();
     let scales = gpu.buffer("scales", rows * linear.inputs / 4).unwrap();
     if linear.rounds {
         let buffers = [&step, &x, &rounded, &scales];
-        run(
-            gpu,
-            &round(linear.inputs),
-            &ROUND,
-            &buffers,
-            Grid::new(rows, 1),
-        );
+        run(gpu, &round(linear.inputs), &buffers, Grid::new(rows, 1));
     }
     let (x, x_scales) = match linear.rounds {
         true => (&rounded, &scales),
@@ -66,14 +60,10 @@ fn product(
         y: &y,
     };
     let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
-    let mut encoder = gpu.encoder();
-    {
-        let mut pass = LaunchPass::new(&mut encoder, None);
-        bound
-            .launch(gpu, &mut pass, rows, &mut ProductKernels::new())
-            .unwrap();
-    }
-    gpu.submit(encoder);
+    launch(gpu, |pass| {
+        let mut known = ProductKernels::new();
+        bound.launch(gpu, pass, rows, &mut known).unwrap();
+    });
     read(gpu, &y, rows * width)
 }
 
@@ -220,9 +210,7 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                     };
                     let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
                     let product = product.expect("inputs that are rounded, and fit a workgroup");
-                    let mut encoder = gpu.encoder();
-                    product.launch(&mut LaunchPass::new(&mut encoder, None), 1);
-                    gpu.submit(encoder);
+                    launch(&gpu, |pass| product.launch(pass, 1));
                     let found = read(&gpu, &y, rows);
                     let mut x_normed = x.to_vec();
                     if let Some(eps) = eps {
@@ -301,18 +289,13 @@ fn gates_multiply_their_neighbours() {
     }
     let (rows, width) = (3, 300);
     let x = normal(rows * 2 * width, 4);
-    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    let step = sizes(&gpu, rows);
     let (input, y) = (
         gpu.upload("x", &x).unwrap(),
         gpu.buffer("y", 4 * rows * width).unwrap(),
     );
-    run(
-        &gpu,
-        &silu(width),
-        &SILU,
-        &[&step, &input, &y],
-        Grid::new(rows, 1),
-    );
+    let buffers = [&step, &input, &y];
+    run(&gpu, &silu(width), &buffers, Grid::new(rows, 1));
     let mut expected = vec![0.0; rows * width];
     for (row, y) in x
         .chunks_exact(2 * width)

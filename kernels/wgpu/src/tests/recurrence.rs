@@ -1,8 +1,8 @@
 //! Gated DeltaNets, compared with their formula in f64.
 
-use super::{gpu, read, words};
-use crate::gpu::{Gpu, LaunchPass};
-use crate::recurrence::{DELTA, Recurrence, RecurrenceKernels, state_len, vectors};
+use super::{gpu, launch, read, sizes, words};
+use crate::gpu::Gpu;
+use crate::recurrence::{Recurrence, RecurrenceOp, state_len, vectors};
 use nq_kernels::DeltaShape;
 use nq_model::OutputGate;
 use nq_testkit::compare::nmse;
@@ -105,9 +105,7 @@ impl Case {
             batch.extend((0..count).flat_map(|r| [first + r, 0, begin, place].map(|n| n as u32)));
         }
         batch.extend([0, count, count, count].map(|n| n as u32));
-        let step = gpu
-            .uniform(&[2 * count as u32, 0, 0, 0, 0, 0, 0, 0])
-            .unwrap();
+        let step = sizes(gpu, 2 * count);
         let vectors = vectors(s, [&self.taps, &self.gains, &self.decay, &self.bias]);
         let (batch, vectors) = (words(gpu, &batch), gpu.upload("vectors", &vectors).unwrap());
         let (qkvz, ba) = (
@@ -116,17 +114,9 @@ impl Case {
         );
         let mixed = gpu.buffer("mixed", 8 * count * s.channels()).unwrap();
         let out = gpu.buffer("out", 8 * count * s.values()).unwrap();
-        let kernels = RecurrenceKernels::new(gpu, self.recurrence).unwrap();
         let buffers = [&step, &batch, &vectors, &qkvz, &ba, states, &mixed, &out];
-        let bound = gpu.bind(&DELTA, &buffers).unwrap();
-        let mut encoder = gpu.encoder();
-        kernels.launch(
-            &bound,
-            &mut LaunchPass::new(&mut encoder, None),
-            2 * count,
-            2,
-        );
-        gpu.submit(encoder);
+        let op = RecurrenceOp::new(gpu, self.recurrence, buffers).unwrap();
+        launch(gpu, |pass| op.launch(pass, 2 * count, 2));
         let found = read(gpu, &out, 2 * count * s.values());
         let (own, other) = found.split_at(count * s.values());
         assert_eq!(own, other);
