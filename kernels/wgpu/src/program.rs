@@ -5,7 +5,7 @@ use crate::buffers::{Buffers, Kept};
 use crate::experts::{ExpertsOp, MOST_EXPERTS, MOST_ROUTES, weigh};
 use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
 use crate::kernels::{
-    DRAW_PARTS, Heads, attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
+    DRAW_PARTS, HeadKinds, Heads, attention, combine, draw, norm, prepare_heads, round, silu,
 };
 use crate::linear::Linear;
 use crate::model::WgpuModel;
@@ -89,11 +89,10 @@ impl ProductOp {
 struct AttentionOp {
     shape: Heads,
     /// Serves steps in which every sequence has one row.
-    row: BoundKernel,
-    /// Prepares heads where sequences have several rows, for tiles of one row in steps and of several in prompts.
+    alone: BoundKernel,
+    /// Prepares heads where sequences have several rows.
     heads: RowsOp,
-    step: BoundKernel,
-    prompt: BoundKernel,
+    tiles: BoundKernel,
     /// Adds up parts of the keys.
     combine: RowsOp,
 }
@@ -101,25 +100,19 @@ struct AttentionOp {
 impl AttentionOp {
     fn launch(&self, pass: &mut LaunchPass<'_>, attended: Attended) {
         let dims = Dims::new(self.shape.count, self.shape.dim);
-        let mut grid = Grid {
+        let grid = Grid {
             x: attended.splits,
-            y: self.shape.kv,
+            y: self.shape.kv * self.shape.shares(),
             z: attended.tiles,
         };
-        let name = if attended.alone {
-            grid.y *= self.shape.shares();
-            self.row.launch(pass, grid);
-            "attention_row"
+        if attended.alone {
+            self.alone.launch(pass, grid);
         } else {
             self.heads.launch(pass, attended.rows);
             pass.ends(("heads", "heads", dims), 0);
-            match attended.rows <= STEP_ROWS {
-                true => self.step.launch(pass, grid),
-                false => self.prompt.launch(pass, grid),
-            }
-            "attention"
-        };
-        pass.ends(("attention", name, dims), attended.bytes);
+            self.tiles.launch(pass, grid);
+        }
+        pass.ends(("attention", "attention", dims), attended.bytes);
         if attended.splits > 1 {
             self.combine.launch(pass, attended.rows);
             pass.ends(("attention", "combine", dims), 0);
@@ -521,29 +514,26 @@ impl Verbs for Recorder<'_> {
         let mut vectors = heads.biases.concat();
         let norms_at = vectors.len();
         vectors.extend(heads.norms.iter().flatten().flatten());
-        let (gpu, shape, eps) = (self.gpu, self.heads, self.config.rms_norm_eps);
-        let vectors = gpu.upload("vectors of heads", &vectors)?;
-        let prepares = |source: KernelSource| {
-            source
-                .with("NORMS_AT", norms_at)
-                .flag("BIASES", norms_at > 0)
-                .flag("NORMS", heads.norms.is_some())
+        let kinds = HeadKinds {
+            norms_at,
+            normed: heads.norms.is_some(),
+            eps: self.config.rms_norm_eps,
         };
+        let (gpu, shape) = (self.gpu, self.heads);
+        let vectors = gpu.upload("vectors of heads", &vectors)?;
         let (step, qkv) = (&b.step, &b[Part::Qkv]);
         let [batch, attended, parts] = [Part::Batch, Part::Attended, Part::Parts].map(|p| &b[p]);
-        let prepared = [step, batch, &vectors, qkv, keys, values, scales];
-        let tiles = [step, batch, attended, parts, qkv, keys, values, scales];
-        let row = [
-            step, batch, attended, parts, qkv, &vectors, keys, values, scales,
+        let all = [
+            step, batch, qkv, &vectors, keys, values, scales, attended, parts,
         ];
-        let heads = shape.count + 2 * shape.kv;
+        let (prepares, combines) = (prepare_heads(shape, kinds), combine(shape));
+        let combined = [step, qkv, attended, parts];
         self.ops.push(Op::Attention(AttentionOp {
             shape,
-            row: gpu.bound(&prepares(attention_row(shape, eps)), &row)?,
-            heads: RowsOp::new(gpu, &prepares(prepare_heads(shape, eps)), heads, &prepared)?,
-            step: gpu.bound(&attention(shape, 1), &tiles)?,
-            prompt: gpu.bound(&attention(shape, shape.tile()), &tiles)?,
-            combine: RowsOp::new(gpu, &combine(shape), shape.count, &tiles[..5])?,
+            alone: gpu.bound(&attention(shape, Some(kinds)), &all)?,
+            heads: RowsOp::new(gpu, &prepares, shape.kv * shape.shares(), &all[..7])?,
+            tiles: gpu.bound(&attention(shape, None), &all)?,
+            combine: RowsOp::new(gpu, &combines, shape.count, &combined)?,
         }));
         Ok(())
     }
