@@ -4,6 +4,7 @@ use crate::library::AdapterFile;
 use crate::terminal::say;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use nq_formats::{Checkpoint, Progress};
 use nq_kernels::{Isa, IsaChoice, KernelSet};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, Split};
 use std::ffi::OsString;
@@ -172,6 +173,23 @@ impl Global {
             say(&format!(
                 "nq: using the CPU (--device cpu leaves out this note): {why}"
             ));
+        }
+    }
+
+    /// With the device that these flags mean for the model of `checkpoint`, run with what `beside` names
+    /// ([`Device::for_model`]).
+    ///
+    /// [`Device::for_model`]: nq_load::device::Device::for_model
+    pub(crate) fn for_model(
+        &self,
+        checkpoint: &Checkpoint,
+        beside: Option<&str>,
+        progress: &dyn Progress,
+    ) -> Global {
+        let of_model = nq_load::device::Device::for_model;
+        Global {
+            device: of_model(self.device, checkpoint, beside, progress),
+            ..self.clone()
         }
     }
 
