@@ -193,6 +193,7 @@ fn has_nvidia_gpu(root: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_model::vision::ImageTokens;
 
     #[test]
     fn all_gpus_are_one_or_a_list_of_up_to_eight() {
@@ -208,7 +209,12 @@ mod tests {
         let taken = |checkpoint: &Checkpoint, beside| or_cpu(3, checkpoint, beside, &());
         assert_eq!(taken(&demo, None), DeviceChoice::WgpuOrCpu(3));
         assert_eq!(taken(&demo, Some("drafts")), DeviceChoice::Cpu);
-        let tower = nq_testkit::sees::tower(nq_testkit::sees::tokens());
+        let tokens = ImageTokens {
+            pad: 1,
+            start: 2,
+            end: 3,
+        };
+        let tower = nq_testkit::sees::tower(tokens);
         let sees = Checkpoint::open(Path::new("../../assets/demo")).unwrap();
         let sees = sees.with_random_tower(tower, 0);
         assert_eq!(taken(&sees, None), DeviceChoice::Cpu);
