@@ -149,7 +149,7 @@ pub(crate) fn draw(vocab: usize) -> KernelSource {
 /// The kernel of RMSNorm over rows of `hidden` values.
 pub(crate) fn norm(hidden: usize, eps: f32) -> KernelSource {
     KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
-        .with("HIDDEN", hidden)
+        .with("UNITS", hidden / UNIT)
         .with_float("EPS", eps)
         .flag("NORM", true)
 }

@@ -182,7 +182,7 @@ impl Program {
         let gains = gpu.upload("gains of a norm", &model.norm)?;
         let source = recorder.norm_source().flag("GATHER", true);
         let [stream, head_in, logits] = [Part::Stream, Part::HeadIn, Part::Logits].map(|p| &b[p]);
-        let gathered = [&b.head_step, &b[Part::Batch], &gains, stream, head_in];
+        let gathered = [&b.head_step, stream, &b[Part::Batch], &gains, head_in];
         let norm = RowsOp::new(gpu, &source, 1, &gathered)?;
         let (input, step) = (Input::Rows(head_in), &b.head_step);
         let mut head = recorder.product_op(&model.head, step, input, logits, Outputs::Stored)?;
@@ -364,7 +364,7 @@ impl Recorder<'_> {
     /// What normalizes the stream with these gains, and rounds it if it `rounds`.
     fn norm_op(&self, step: &Buffer, gains: &Buffer, rounds: bool) -> Result<RowsOp> {
         let b = self.buffers;
-        let mut buffers = vec![step, &b[Part::Batch], gains, &b[Part::Stream]];
+        let mut buffers = vec![step, &b[Part::Stream], &b[Part::Batch], gains];
         match rounds {
             true => buffers.extend([&b[Part::Rounded], &b[Part::RoundedScales]]),
             false => buffers.push(&b[Part::Normed]),

@@ -1,5 +1,6 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
+use crate::ahead::Seats;
 use crate::buffers::Buffers;
 use crate::gpu::LaunchPass;
 use crate::kernels::DRAW_PARTS;
@@ -7,7 +8,6 @@ use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::program::{Attended, Program};
 use crate::rows::{Batch, Mark, RowsLayout, Span, StepShape, passes};
-use crate::seats::Seats;
 use crate::sizes::{Part, Sizes};
 use crate::timer::Timer;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};

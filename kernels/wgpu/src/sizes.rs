@@ -22,9 +22,23 @@ const HEAD_ROWS: usize = 64;
 /// and the place of the sequence's state.
 pub(crate) const ROW_WORDS: usize = 4;
 
-/// A buffer that all layers of a session use, or its head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+/// Declares [`Part`], and lists its values in order.
+macro_rules! parts {
+    ($($(#[$doc:meta])* $part:ident,)*) => {
+        /// A buffer that all layers of a session use, or its head.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Part {
+            $($(#[$doc])* $part,)*
+        }
+
+        impl Part {
+            /// All of them, in order.
+            pub(crate) const ALL: [Part; [$(Part::$part),*].len()] = [$(Part::$part),*];
+        }
+    };
+}
+
+parts! {
     /// `[rows, hidden]`: the residual stream, and what a norm makes of it.
     Stream,
     Normed,
@@ -63,37 +77,6 @@ pub(crate) enum Part {
     Logits,
     /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
     Best,
-}
-
-impl Part {
-    /// All of them, in order.
-    pub(crate) const ALL: [Part; 22] = {
-        use Part::*;
-        [
-            Stream,
-            Normed,
-            Qkv,
-            Attended,
-            Gated,
-            GateUp,
-            Rates,
-            Mixed,
-            Scores,
-            SharedScores,
-            Routes,
-            Groups,
-            ExpertsGated,
-            ExpertsOut,
-            Rounded,
-            RoundedScales,
-            Batch,
-            Parts,
-            Moved,
-            HeadIn,
-            Logits,
-            Best,
-        ]
-    };
 }
 
 /// Sizes of a session's buffers, in bytes unless said otherwise.

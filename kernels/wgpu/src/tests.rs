@@ -79,7 +79,7 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
         gpu.upload("x", &x).unwrap(),
     );
     let y = gpu.buffer("y", 16 * hidden).unwrap();
-    let buffers = [&step, &batch, &gains, &x, &y];
+    let buffers = [&step, &x, &batch, &gains, &y];
     run(&gpu, &norm(hidden, eps), &buffers, Grid::new(4, 1));
     assert!(nmse(&read(&gpu, &y, 4 * hidden), &expected) < 1e-11);
     let gathers = norm(hidden, eps).flag("GATHER", true);
@@ -92,7 +92,7 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
         gpu.buffer("bytes", 4 * hidden).unwrap(),
         gpu.buffer("scales", hidden).unwrap(),
     );
-    let buffers = [&step, &batch, &gains, &x, &codes, &scales];
+    let buffers = [&step, &x, &batch, &gains, &codes, &scales];
     run(&gpu, &rounds, &buffers, Grid::new(4, 1));
     let (codes, scales) = (read(&gpu, &codes, hidden), read(&gpu, &scales, hidden / 4));
     let codes: Vec<i8> = codes

@@ -121,7 +121,7 @@ impl Mixture {
         let op = ExpertsOp::new(gpu, shape, stacks, (&gains, EPS), &b).unwrap();
         let rounds = stacks[0].rounds;
         let source = norm(HIDDEN, EPS).flag("ROUND", rounds);
-        let mut buffers = vec![&b.step, &b[Part::Batch], &gains, &b[Part::Stream]];
+        let mut buffers = vec![&b.step, &b[Part::Stream], &b[Part::Batch], &gains];
         match rounds {
             true => buffers.extend([&b[Part::Rounded], &b[Part::RoundedScales]]),
             false => buffers.push(&b[Part::Normed]),
