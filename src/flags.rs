@@ -164,14 +164,14 @@ impl Global {
         }
     }
 
-    /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
+    /// Prints a note on why CUDA is not used if there is an NVIDIA GPU and `--device` does not ask for the CPU.
     pub(crate) fn note_gpu(&self) {
         if self.device != DeviceChoice::Auto {
             return;
         }
         if let Some(why) = nq_load::device::Device::why_no_gpu() {
             say(&format!(
-                "nq: using the CPU (--device cpu leaves out this note): {why}"
+                "nq: CUDA is not used (--device cpu leaves out this note): {why}"
             ));
         }
     }
