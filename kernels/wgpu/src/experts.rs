@@ -8,12 +8,12 @@ use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
 use crate::kernels::round;
 use crate::linear::Linear;
 use crate::product::{
-    Operands, Outputs, RoutedInputs, RowOperands, RowProduct, STEP_ROWS, prompt_kernel, tiles_of,
+    Operands, Outputs, RoutedInputs, RowProduct, STEP_ROWS, prompt_kernel, tiles_of,
 };
 use crate::sizes::Part;
 use crate::source::KernelSource;
 use nq_model::{Dims, Experts};
-use nq_runtime::Result;
+use nq_runtime::{Error, Result};
 use wgpu::Buffer;
 
 /// Most experts that are chosen of a row, and of which they are: a workgroup chooses, with the scores in its memory.
@@ -83,23 +83,22 @@ struct ExpertProduct {
 }
 
 impl ExpertProduct {
+    /// Binds `linear` to what steps and prompts read and write; outputs of prompts are what `outputs` says.
     fn new(
         gpu: &Gpu,
         linear: &Linear,
-        row: RowOperands<'_>,
+        step: RowProduct,
         prompt: Operands<'_>,
-        outputs: [Outputs; 2],
+        outputs: Outputs,
         shape: &Experts,
         b: &Buffers,
     ) -> Result<Self> {
-        let [of_step, of_prompt] = outputs;
-        let step = RowProduct::new(gpu, linear, row, of_step)?;
         let bound = linear.slices.iter().map(|slice| {
-            let source = prompt_kernel(slice, linear.rounds, of_prompt)
+            let source = prompt_kernel(slice, linear.rounds, outputs)
                 .with("ROUTES", shape.per_token)
                 .with("LIST_AT", list_at(shape, b.rows))
                 .flag("EXPERTS", true)
-                .flag("SPREAD", of_prompt == Outputs::Gated);
+                .flag("SPREAD", outputs == Outputs::Gated);
             let operands = prompt.buffers(slice);
             gpu.bound(&source, &[&operands[..], &[&b[Part::Groups]]].concat())
         });
@@ -108,7 +107,7 @@ impl ExpertProduct {
             dims: Dims::new(linear.outputs / linear.experts, linear.inputs),
             bytes: linear.bytes() / linear.experts,
             prompt: bound.collect::<Result<_>>()?,
-            step: step.expect("products of routed rows have kernels of single rows"),
+            step,
         })
     }
 
@@ -158,29 +157,33 @@ impl ExpertsOp {
         let rounded = [&b[Part::Rounded], &b[Part::RoundedScales]];
         let [stream, scores, routes] = [Part::Stream, Part::Scores, Part::Routes].map(|p| &b[p]);
         let [gated, outs] = [Part::ExpertsGated, Part::ExpertsOut].map(|p| &b[p]);
-        let inputs = |linear: &Linear, x, y| {
-            let [x, x_scales] = if linear.rounds { rounded } else { [x, x] };
-            Operands {
-                step,
-                x,
-                x_scales,
-                y,
-            }
+        let operands = |x, beside, y| Operands { step, x, beside, y };
+        let of_prompt = |linear: &Linear, x, y| match linear.rounds {
+            true => operands(rounded[0], rounded[1], y),
+            false => operands(x, x, y),
         };
-        let row = |x, norm, y, scores: Option<_>| RowOperands {
-            step,
-            x,
-            norm,
-            y,
-            routes: Some(RoutedInputs {
+        let of_step = |linear, operands, outputs, eps, scores: Option<_>| {
+            let routes = RoutedInputs {
                 routes,
                 shape,
                 scores,
                 summed: scores.is_none(),
-            }),
+            };
+            let product = RowProduct::new(gpu, linear, operands, outputs, eps, Some(routes))?;
+            product.ok_or_else(|| Error::Unsupported {
+                engine: "nq over wgpu",
+                what: linear.name,
+                expected: "rows that a workgroup holds, or --device cpu".into(),
+                found: format!("{} inputs of {} experts", linear.inputs, shape.per_token),
+            })
         };
-        let product = |linear, row, prompt, outputs| {
-            ExpertProduct::new(gpu, linear, row, prompt, outputs, shape, b)
+        let (gains, eps) = (norm.0, Some(norm.1));
+        let gates = operands(stream, gains, gated);
+        let gates = of_step(gate_up, gates, Outputs::Gated, eps, Some(scores))?;
+        let downs = operands(gated, gated, stream);
+        let downs = of_step(down, downs, Outputs::Added, None, None)?;
+        let product = |linear, step, prompt, outputs| {
+            ExpertProduct::new(gpu, linear, step, prompt, outputs, shape, b)
         };
         let hidden = down.outputs / down.experts;
         let round = down.rounds.then(|| {
@@ -191,19 +194,12 @@ impl ExpertsOp {
             route: gpu.bound(&route(shape), &[scores, routes])?,
             group: gpu.bound(&group(shape, b.rows), &[step, routes, &b[Part::Groups]])?,
             sum: gpu.bound(&sum(shape, hidden), &[routes, outs, stream])?,
-            gate_up: product(
-                gate_up,
-                row(stream, Some(norm), gated, Some(scores)),
-                inputs(gate_up, &b[Part::Normed], gated),
-                [Outputs::Gated; 2],
-            )?,
+            gate_up: {
+                let prompt = of_prompt(gate_up, &b[Part::Normed], gated);
+                product(gate_up, gates, prompt, Outputs::Gated)?
+            },
             round: round.transpose()?,
-            down: product(
-                down,
-                row(gated, None, stream, None),
-                inputs(down, gated, outs),
-                [Outputs::Added, Outputs::Stored],
-            )?,
+            down: product(down, downs, of_prompt(down, gated, outs), Outputs::Stored)?,
             shape: *shape,
         })
     }

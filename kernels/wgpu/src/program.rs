@@ -9,9 +9,7 @@ use crate::kernels::{
 };
 use crate::linear::Linear;
 use crate::model::WgpuModel;
-use crate::product::{
-    BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
-};
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowProduct, STEP_ROWS};
 use crate::recurrence::{Recurrence, RecurrenceOp, WIDEST, vectors};
 use crate::sizes::Part;
 use crate::source::KernelSource;
@@ -187,14 +185,14 @@ impl Program {
         let (input, step) = (Input::Rows(head_in), &b.head_step);
         let mut head = recorder.product_op(&model.head, step, input, logits, Outputs::Stored)?;
         // A pass of one row wants that one.
-        let operands = RowOperands {
+        let operands = Operands {
             step,
             x: stream,
-            norm: Some((&gains, c.rms_norm_eps)),
+            beside: &gains,
             y: logits,
-            routes: None,
         };
-        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored)?;
+        let eps = Some(c.rms_norm_eps);
+        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
         Ok(Program {
             layers,
             norm,
@@ -330,26 +328,13 @@ impl Recorder<'_> {
             }
             (Some(gains), rounds) => Some(self.norm_op(step, gains, rounds)?),
         };
-        let operands = RowOperands {
-            step,
-            x: if gains.is_some() { &b[Part::Stream] } else { x },
-            norm: gains
-                .as_ref()
-                .map(|gains| (gains, self.config.rms_norm_eps)),
-            y,
-            routes: None,
+        let operands = |(x, beside)| Operands { step, x, beside, y };
+        let (of_row, eps) = match &gains {
+            Some(gains) => ((&b[Part::Stream], gains), Some(self.config.rms_norm_eps)),
+            None => ((x, x), None),
         };
-        let row = RowProduct::new(self.gpu, linear, operands, outputs)?;
-        let (x, x_scales) = match linear.rounds {
-            true => rounded,
-            false => (x, x),
-        };
-        let operands = Operands {
-            step,
-            x,
-            x_scales,
-            y,
-        };
+        let row = RowProduct::new(self.gpu, linear, operands(of_row), outputs, eps, None)?;
+        let operands = operands(if linear.rounds { rounded } else { (x, x) });
         Ok(ProductOp {
             name: linear.name,
             shape: Dims::new(linear.outputs, linear.inputs),

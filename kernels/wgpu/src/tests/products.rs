@@ -4,7 +4,7 @@ use super::{gpu, launch, read, run, sizes};
 use crate::gpu::{Gpu, Grid};
 use crate::kernels::{round, silu};
 use crate::linear::{Linear, Purpose};
-use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowProduct};
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Activations, reference};
 use nq_model::DType;
@@ -54,16 +54,16 @@ impl Checked<'_> {
         let y = gpu.upload("y", &vec![1.0; rows * width]).unwrap();
         let rounded = gpu.buffer("bytes", rows * linear.inputs).unwrap();
         let scales = gpu.buffer("scales", rows * linear.inputs / 4).unwrap();
-        let (mut inputs, mut x_scales) = (&x, &x);
+        let (mut inputs, mut beside) = (&x, &x);
         if linear.rounds {
             let buffers = [&step, &x, &rounded, &scales];
             run(gpu, &round(linear.inputs), &buffers, Grid::new(rows, 1));
-            (inputs, x_scales) = (&rounded, &scales);
+            (inputs, beside) = (&rounded, &scales);
         }
         let operands = Operands {
             step: &step,
             x: inputs,
-            x_scales,
+            beside,
             y: &y,
         };
         let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
@@ -235,14 +235,14 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                     let (step, y) = (sizes(&gpu, 1), gpu.upload("y", &vec![1.0; rows]).unwrap());
                     let [input, gain_buffer] = [&x, &gains].map(|v| gpu.upload("x", v).unwrap());
                     let linear = linear(&gpu, &parts, outputs == Outputs::Gated, INT8);
-                    let operands = RowOperands {
+                    let operands = Operands {
                         step: &step,
                         x: &input,
-                        norm: eps.map(|eps| (&gain_buffer, eps)),
+                        beside: &gain_buffer,
                         y: &y,
-                        routes: None,
                     };
-                    let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
+                    let product = RowProduct::new(&gpu, &linear, operands, outputs, eps, None);
+                    let product = product.unwrap();
                     let product = product.expect("inputs that are rounded, and fit a workgroup");
                     launch(&gpu, |pass| product.launch(pass, 1));
                     let found = read(&gpu, &y, rows);
