@@ -41,11 +41,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let split = group.x;
     let kv_head = group.y / SHARES;
     let first_query = group.y % SHARES * QUERIES;
+#if ALONE
+    // A row is not looked up, so that its heads are on their way at once.
+    let first_row = group.z;
+    let rows = 1u;
+    let position = batch[4u * first_row];
+    let table = step.tables_at + batch[4u * first_row + 1u];
+#else
     let tile = step.tiles_at + 4u * group.z;
     let first_row = batch[tile];
     let rows = batch[tile + 1u];
     let position = batch[tile + 2u];
     let table = step.tables_at + batch[tile + 3u];
+#end
     let begin = split * step.split_pages * PAGE;
     let end = min(position + rows, begin + step.split_pages * PAGE);
     // Four neighbours share a key, and invocations that share values have some keys each.
