@@ -74,7 +74,10 @@ impl Heads {
 
     /// The kernel that prepares heads of `rows` rows, for which there are vectors of heads.
     fn preparing(&self, rows: usize, vectors: HeadKinds) -> KernelSource {
+        let queries = rows * self.group().div_ceil(self.shares());
         (self.kernel(rows).file(include_str!("wgsl/heads.wgsl")))
+            .with("PER_HEADS", ((queries + 2) * self.dim).div_ceil(256))
+            .with("PER_TURNS", ((queries + 1) * self.turned / 2).div_ceil(256))
             .with("NORMS_AT", vectors.norms_at)
             .with_float("EPS", vectors.eps)
             .flag("BIASES", vectors.norms_at > 0)

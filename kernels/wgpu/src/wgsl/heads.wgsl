@@ -16,6 +16,9 @@
 
 var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
 var<workgroup> sums: array<vec2<f32>, 256>;
+#if NORMS
+var<workgroup> factors: array<f32, QUERIES + 1>;
+#end
 
 #if INT8
 // The key and the value of the row in bytes, and their scales.
@@ -44,55 +47,70 @@ fn new_value(word: u32) -> u32 {
 }
 #end
 
-// Makes the heads of a row, of which queries past the end of the group are its last one.
+// Makes the heads of a row, of which queries past the end of the group are its last one. All that this takes is on its way
+// from memory at once: a step waits for each way there and back.
 fn prepare_heads(row: u32, kv_head: u32, first_query: u32, index: u32) {
-    for (var i = index; i < (QUERIES + 2u) * DIM; i += 256u) {
-        let query = i / DIM;
-        let shared_at = KEYS_AT + (kv_head + select(0u, KV_HEADS, query > QUERIES)) * DIM;
-        let query_at = (kv_head * GROUP + min(first_query + query, GROUP - 1u)) * QUERY_STEP;
-        let at = select(query_at, shared_at, query >= QUERIES) + i % DIM;
-        var value = qkv[row * STRIDE + at];
+#for n in PER_HEADS
+    let i$n = min(index + 256u * $nu, (QUERIES + 2u) * DIM - 1u);
+    let head$n = i$n / DIM;
+    let shared$n = KEYS_AT + (kv_head + select(0u, KV_HEADS, head$n > QUERIES)) * DIM;
+    let query$n = (kv_head * GROUP + min(first_query + head$n, GROUP - 1u)) * QUERY_STEP;
+    let at$n = select(query$n, shared$n, head$n >= QUERIES) + i$n % DIM;
+    var value$n = qkv[row * STRIDE + at$n];
 #if BIASES
-        value += vectors[at];
+    let bias$n = vectors[at$n];
 #end
-        heads[i] = value;
-    }
+#if NORMS
+    let gain$n = vectors[NORMS_AT + select(0u, DIM, head$n == QUERIES) + i$n % DIM];
+#end
+#end
+#for n in PER_TURNS
+    let pair$n = min(index + 256u * $nu, (QUERIES + 1u) * TURNED / 2u - 1u) % (TURNED / 2u);
+    let cosine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n]);
+    let sine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n + 1u]);
+#end
+#for n in PER_HEADS
+#if BIASES
+    value$n += bias$n;
+#end
+    heads[i$n] = value$n;
+#end
     workgroupBarrier();
     // Sixteen invocations for a head.
     let head = index / 16u;
 #if NORMS
-    let normed = head <= QUERIES;
     var square = 0.0;
-    if (normed) {
+    if (head <= QUERIES) {
         for (var i = index % 16u; i < DIM; i += 16u) {
             square += heads[head * DIM + i] * heads[head * DIM + i];
         }
     }
     sums[index].x = square;
     workgroupBarrier();
-    if (normed) {
+    if (index <= QUERIES) {
         square = 0.0;
         for (var i = 0u; i < 16u; i++) {
-            square += sums[16u * head + i].x;
+            square += sums[16u * index + i].x;
         }
-        let scale = 1.0 / sqrt(square / f32(DIM) + EPS);
-        let gains = NORMS_AT + select(0u, DIM, head == QUERIES);
-        for (var i = index % 16u; i < DIM; i += 16u) {
-            heads[head * DIM + i] *= scale * vectors[gains + i];
-        }
+        factors[index] = 1.0 / sqrt(square / f32(DIM) + EPS);
     }
     workgroupBarrier();
+#for n in PER_HEADS
+    if (head$n <= QUERIES) {
+        heads[i$n] = value$n * factors[head$n] * gain$n;
+    }
 #end
-    for (var i = index; i < (QUERIES + 1u) * TURNED / 2u; i += 256u) {
-        let at = i / (TURNED / 2u) * DIM + i % (TURNED / 2u);
-        let turn = step.turns_at + row * TURNED + 2u * (i % (TURNED / 2u));
-        let cosine = bitcast<f32>(batch[turn]);
-        let sine = bitcast<f32>(batch[turn + 1u]);
+    workgroupBarrier();
+#end
+#for n in PER_TURNS
+    if (index + 256u * $nu < (QUERIES + 1u) * TURNED / 2u) {
+        let at = (index + 256u * $nu) / (TURNED / 2u) * DIM + pair$n;
         let a = heads[at];
         let b = heads[at + TURNED / 2u];
-        heads[at] = a * cosine - b * sine;
-        heads[at + TURNED / 2u] = b * cosine + a * sine;
+        heads[at] = a * cosine$n - b * sine$n;
+        heads[at + TURNED / 2u] = b * cosine$n + a * sine$n;
     }
+#end
     workgroupBarrier();
 #if INT8
     // What is no number is lost in a maximum, and kept in the scale.
