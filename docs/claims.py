@@ -110,6 +110,11 @@ CLAIMS = [
      "runtime/load/tests/wgpu.rs: what_is_not_there_is_refused_by_name; kernels/wgpu/src/tests.rs: what_fails_is_named", None),
     ("docs/gpu.md", "what the adapter binds at once are cut by rows",
      "kernels/wgpu/src/tests/products.rs: weights_are_cut_where_a_binding_ends", None),
+    ("docs/gpu.md", "otherwise takes the first of these adapters that is a GPU, not software",
+     "runtime/load/src/device.rs: other_gpus_are_taken_where_there_is_no_cuda", None),
+    ("docs/gpu.md", "and models that are refused there or have no room run on the CPU then, and nq says why in a line",
+     "runtime/load/src/lib.rs: what_an_adapter_refuses_runs_on_the_cpu; "
+     "runtime/load/src/device.rs: models_that_need_more_than_an_adapter_runs_stay_on_the_cpu", None),
     ("docs/gpu.md", "small ones of random weights have the logits and the 64 greedy tokens of the CPU",
      "runtime/load/tests/wgpu_hybrids.rs: hybrids_are_those_of_the_cpu; "
      "runtime/load/tests/wgpu_mixtures.rs: mixtures_are_those_of_the_cpu", None),

@@ -4,6 +4,7 @@ use crate::library::AdapterFile;
 use crate::terminal::say;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use nq_formats::{Checkpoint, Progress};
 use nq_kernels::{Isa, IsaChoice, KernelSet};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, Split};
 use std::ffi::OsString;
@@ -163,15 +164,32 @@ impl Global {
         }
     }
 
-    /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
+    /// Prints a note on why CUDA is not used if there is an NVIDIA GPU and `--device` does not ask for the CPU.
     pub(crate) fn note_gpu(&self) {
         if self.device != DeviceChoice::Auto {
             return;
         }
         if let Some(why) = nq_load::device::Device::why_no_gpu() {
             say(&format!(
-                "nq: using the CPU (--device cpu leaves out this note): {why}"
+                "nq: CUDA is not used (--device cpu leaves out this note): {why}"
             ));
+        }
+    }
+
+    /// With the device that these flags mean for the model of `checkpoint`, run with what `beside` names
+    /// ([`Device::for_model`]).
+    ///
+    /// [`Device::for_model`]: nq_load::device::Device::for_model
+    pub(crate) fn for_model(
+        &self,
+        checkpoint: &Checkpoint,
+        beside: Option<&str>,
+        progress: &dyn Progress,
+    ) -> Global {
+        let of_model = nq_load::device::Device::for_model;
+        Global {
+            device: of_model(self.device, checkpoint, beside, progress),
+            ..self.clone()
         }
     }
 

@@ -205,6 +205,11 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         terminal.note("--mixed does nothing: the mix is measured unless --simple is given");
     }
     let model = open(args, global, &terminal)?;
+    let beside = match &args.draft {
+        Some(_) => Some("drafts"),
+        None => (!model.loras.is_empty()).then_some("adapters of a quantized model"),
+    };
+    let global = &global.for_model(&model.checkpoint, beside, &terminal);
     if let Some(file) = &args.text {
         return text::run(args, file, &model, global, &terminal);
     }

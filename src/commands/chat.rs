@@ -149,6 +149,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         loras,
     } = open(args, global, &terminal)?;
     let checkpoint = Arc::new(checkpoint);
+    let drafts = args.draft.as_ref().map(|_| "drafts");
+    let beside = drafts.or((!loras.is_empty()).then_some("adapters of a quantized model"));
+    let global = &global.for_model(&checkpoint, beside, &terminal);
     let config = checkpoint.config();
     let sight = sight(&checkpoint, &global.load_options(), SightOptions::default());
     if let (Some(_), None) = (args.image.first(), &sight) {

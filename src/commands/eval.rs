@@ -21,6 +21,7 @@ use nq_evals::{
 };
 use nq_formats::durable::check_writable;
 use nq_formats::{Progress, nq};
+use nq_load::device::Device;
 use nq_runtime::{ActivationChoice, Engine, EngineDescription, KvType, LoadOptions, Tokenizer};
 use serde::Serialize;
 use std::ffi::{OsStr, OsString};
@@ -240,6 +241,9 @@ fn load(
     // Devices differ in how NaN propagates; figures of such a model are meaningless on all of them.
     nq::verify_values(checkpoint)?;
     model::note_growth(checkpoint, terminal);
+    let adapted = beside.first().map(|_| "adapters of a quantized model");
+    let device = Device::for_model(options.device, checkpoint, adapted, terminal);
+    let options = &LoadOptions { device, ..*options };
     let engine = adapters::load(checkpoint, &beside, options, terminal)
         .with_context(|| model.source.clone())?;
     let reader = chats.then(|| {

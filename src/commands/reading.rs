@@ -63,6 +63,7 @@ impl Session {
         };
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(config.vocab_size)?;
+        let global = &global.for_model(checkpoint, None, terminal);
         let spec = session_for_texts(ctx, Device::choose(global.device)?.prompt_rows());
         model::note_growth(checkpoint, terminal);
         let options = LoadOptions {

@@ -1,13 +1,41 @@
 //! Steps whose tokens the device draws: greedy ones, so that only the best of each part of the vocabulary comes to the
 //! host, in place of all logits.
 
-use crate::seats::Seat;
 use crate::session::WgpuSession;
 use nq_runtime::checks::check_tokens;
 use nq_runtime::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead};
 use nq_runtime::sampler::Sampler;
 use nq_runtime::{Error, Result};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
+
+/// A sequence in a row of steps.
+#[derive(Clone, Copy)]
+pub(crate) struct Seat {
+    pub(crate) slot: usize,
+    /// What the next step feeds it: the token that it drew last.
+    pub(crate) token: u32,
+}
+
+/// Who sits in the rows of steps, and what is queued.
+pub(crate) struct Seats {
+    pub(crate) rows: Vec<Option<Seat>>,
+    /// Rows of the queued step, if there is one, and their sequences.
+    pub(crate) queued: Vec<(usize, usize)>,
+    /// How long prompts took that nobody has waited for.
+    pub(crate) prompts: VecDeque<Duration>,
+}
+
+impl Seats {
+    /// `count` empty rows.
+    pub(crate) fn new(count: usize) -> Self {
+        Seats {
+            rows: vec![None; count],
+            queued: Vec::new(),
+            prompts: VecDeque::new(),
+        }
+    }
+}
 
 impl StepsAhead for WgpuSession {
     fn rows(&self) -> usize {

@@ -1,10 +1,11 @@
 //! The buffers of a session.
 
 use crate::gpu::Gpu;
-use crate::sizes::Sizes;
+use crate::sizes::{Part, Sizes};
 use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::states::is_recurrent;
+use std::ops::Index;
 use wgpu::Buffer;
 
 /// The buffers of a session.
@@ -12,40 +13,14 @@ pub(crate) struct Buffers {
     /// Sizes of the pass, and of what goes through the head.
     pub(crate) step: Buffer,
     pub(crate) head_step: Buffer,
-    pub(crate) stream: Buffer,
-    pub(crate) normed: Buffer,
-    pub(crate) qkv: Buffer,
-    pub(crate) attended: Buffer,
-    pub(crate) gated: Buffer,
-    pub(crate) gate_up: Buffer,
-    pub(crate) rates: Buffer,
-    pub(crate) mixed: Buffer,
-    pub(crate) scores: Buffer,
-    pub(crate) shared_scores: Buffer,
-    pub(crate) routes: Buffer,
-    pub(crate) groups: Buffer,
-    pub(crate) experts_gated: Buffer,
-    pub(crate) experts_out: Buffer,
-    pub(crate) rounded: Buffer,
-    pub(crate) rounded_scales: Buffer,
-    /// Positions and page tables, tiles of attention, wanted rows, cosines and sines.
-    pub(crate) batch: Buffer,
-    pub(crate) parts: Buffer,
-    /// `[head rows, hidden]`
-    pub(crate) head_in: Buffer,
-    /// `[head rows, vocab]`
-    pub(crate) logits: Buffer,
+    /// In the order of [`Part::ALL`].
+    parts: Vec<Buffer>,
     /// Rows of a pass at most.
     pub(crate) rows: usize,
     /// By layer.
     pub(crate) kept: Vec<Kept>,
-    /// A page or a state on its way from one place to another.
-    pub(crate) moved: Buffer,
-    /// From which the host reads results.
+    /// From which the host reads logits or rows, and the best tokens.
     pub(crate) results: Buffer,
-    /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
-    pub(crate) best: Buffer,
-    /// From which the host reads them.
     pub(crate) drawn: Buffer,
 }
 
@@ -64,53 +39,53 @@ pub(crate) enum Kept {
     States(Buffer),
 }
 
+impl Index<Part> for Buffers {
+    type Output = Buffer;
+
+    fn index(&self, part: Part) -> &Buffer {
+        &self.parts[part as usize]
+    }
+}
+
 impl Buffers {
     /// Allocates them.
     ///
     /// # Errors
-    /// [`Error::Device`] if memory is short.
+    /// [`Error::Device`](nq_runtime::Error::Device) if memory is short.
     pub(crate) fn new(gpu: &Gpu, sizes: &Sizes, c: &ModelConfig) -> Result<Self> {
-        let make = |what, bytes| gpu.buffer(what, bytes);
-        let kept = |layer| match is_recurrent(layer) {
-            true => make("states", sizes.states).map(Kept::States),
+        let kept = c.layers().map(|layer| match is_recurrent(layer) {
+            true => gpu.buffer("states", sizes.states).map(Kept::States),
             false => {
                 let [keys, values, scales] = sizes.kept();
                 Ok(Kept::Pages([
-                    make("keys", keys)?,
-                    make("values", values)?,
-                    make("scales of keys and values", scales)?,
+                    gpu.buffer("keys", keys)?,
+                    gpu.buffer("values", values)?,
+                    gpu.buffer("scales of keys and values", scales)?,
                 ]))
             }
-        };
+        });
         Ok(Buffers {
-            rows: sizes.rows,
+            kept: kept.collect::<Result<_>>()?,
+            results: gpu.staging(sizes.results())?,
+            drawn: gpu.staging(sizes.part(Part::Best))?,
+            ..Buffers::of_layers(gpu, sizes.rows, |part| sizes.part(part))?
+        })
+    }
+
+    /// Those that layers hand to one another, for passes of up to `rows` rows.
+    ///
+    /// # Errors
+    /// As [`Buffers::new`].
+    pub(crate) fn of_layers(gpu: &Gpu, rows: usize, bytes: impl Fn(Part) -> usize) -> Result<Self> {
+        let parts = Part::ALL.map(|part| gpu.buffer(&format!("{part:?}"), bytes(part)));
+        Ok(Buffers {
             step: gpu.uniform(&[0; 8])?,
             head_step: gpu.uniform(&[0; 8])?,
-            stream: make("the residual stream", sizes.stream)?,
-            normed: make("normalized rows", sizes.normed)?,
-            qkv: make("queries, keys and values", sizes.qkv)?,
-            attended: make("the output of attention", sizes.attended)?,
-            gated: make("the gated rows", sizes.gated)?,
-            gate_up: make("gates", sizes.gate_up)?,
-            rates: make("rates of recurrences", sizes.rates)?,
-            mixed: make("heads of recurrences", sizes.mixed)?,
-            scores: make("scores of experts", sizes.scores)?,
-            shared_scores: make("scores of the shared expert", sizes.shared_scores)?,
-            routes: make("chosen experts", sizes.routes)?,
-            groups: make("rows of experts", sizes.groups)?,
-            experts_gated: make("gated rows of experts", sizes.experts_gated)?,
-            experts_out: make("outputs of experts", sizes.experts_out)?,
-            rounded: make("rounded inputs", sizes.rounded)?,
-            rounded_scales: make("scales of rounded inputs", sizes.rounded_scales)?,
-            batch: make("page tables", sizes.batch)?,
-            parts: make("parts of attention", sizes.parts)?,
-            head_in: make("inputs of the head", sizes.head_in)?,
-            logits: make("logits", sizes.logits)?,
-            kept: c.layers().map(kept).collect::<Result<_>>()?,
-            moved: make("a page or a state", sizes.moved)?,
-            results: gpu.staging(sizes.logits.max(sizes.head_in))?,
-            best: make("drawn tokens", sizes.best)?,
-            drawn: gpu.staging(sizes.best)?,
+            parts: parts.into_iter().collect::<Result<_>>()?,
+            rows,
+            kept: Vec::new(),
+            results: gpu.staging(0)?,
+            drawn: gpu.staging(0)?,
         })
     }
 

@@ -3,25 +3,18 @@
 //! A step's rows take two launches behind the scores: products that read the rows of the chosen experts alone, of which the
 //! first chooses them and the second sums them. A prompt's rows are sorted by expert, and tiles of them multiplied.
 
-use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{Gpu, Grid, Kernel, LaunchPass};
-use crate::kernels::{ROUND, round};
+use crate::buffers::Buffers;
+use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
+use crate::kernels::round;
 use crate::linear::Linear;
 use crate::product::{
-    EXPERTS, Operands, Outputs, RoutedInputs, RowOperands, RowProduct, STEP_ROWS, prompt_kernel,
-    tiles_of,
+    Operands, Outputs, RoutedInputs, RowProduct, STEP_ROWS, prompt_kernel, tiles_of,
 };
+use crate::sizes::Part;
 use crate::source::KernelSource;
 use nq_model::{Dims, Experts};
-use nq_runtime::Result;
-use std::sync::Arc;
-use wgpu::{BindGroup, Buffer};
-
-/// What the kernels that choose experts, sort rows by them, sum them up and weigh the shared one are bound to.
-pub(crate) const ROUTE: [Binding; 2] = [Read, Write];
-pub(crate) const GROUP: [Binding; 3] = [Uniform, Read, Write];
-pub(crate) const SUM: [Binding; 3] = [Read, Read, Write];
-pub(crate) const WEIGH: [Binding; 2] = [Read, Write];
+use nq_runtime::{Error, Result};
+use wgpu::Buffer;
 
 /// Most experts that are chosen of a row, and of which they are: a workgroup chooses, with the scores in its memory.
 pub(crate) const MOST_ROUTES: usize = 64;
@@ -77,48 +70,6 @@ pub(crate) fn group_words(shape: &Experts, rows: usize) -> usize {
     list_at(shape, rows) + rows * shape.per_token
 }
 
-/// The buffers of a mixture, which all layers use.
-#[derive(Clone, Copy)]
-pub(crate) struct ExpertBuffers<'a> {
-    pub(crate) step: &'a Buffer,
-    /// `[rows, experts]`
-    pub(crate) scores: &'a Buffer,
-    /// `[rows, routes, 2]`: experts, and bits of their weights.
-    pub(crate) routes: &'a Buffer,
-    pub(crate) groups: &'a Buffer,
-    /// `[rows, hidden]`: the residual stream, and what its norm gives.
-    pub(crate) stream: &'a Buffer,
-    pub(crate) normed: &'a Buffer,
-    /// Inputs as bytes, and their scales.
-    pub(crate) rounded: &'a Buffer,
-    pub(crate) rounded_scales: &'a Buffer,
-    /// `[rows, routes, width]`
-    pub(crate) gated: &'a Buffer,
-    /// `[rows, routes, hidden]`, of prompts alone.
-    pub(crate) outputs: &'a Buffer,
-    /// Rows of a pass at most.
-    pub(crate) rows: usize,
-}
-
-/// A kernel, and what it is bound to.
-struct Bound {
-    kernel: Arc<Kernel>,
-    bound: BindGroup,
-}
-
-impl Bound {
-    fn new(gpu: &Gpu, source: &KernelSource, kinds: &[Binding], all: &[&Buffer]) -> Result<Self> {
-        Ok(Bound {
-            kernel: gpu.kernel(source, kinds)?,
-            bound: gpu.bind(kinds, all)?,
-        })
-    }
-
-    fn launch(&self, pass: &mut LaunchPass<'_>, grid: Grid) {
-        pass.launch(&self.kernel, &self.bound, grid);
-    }
-}
-
 /// A product with the experts of rows.
 struct ExpertProduct {
     name: &'static str,
@@ -128,37 +79,35 @@ struct ExpertProduct {
     bytes: usize,
     step: RowProduct,
     /// By slice.
-    prompt: Vec<Bound>,
+    prompt: Vec<BoundKernel>,
 }
 
 impl ExpertProduct {
+    /// Binds `linear` to what steps and prompts read and write; outputs of prompts are what `outputs` says.
     fn new(
         gpu: &Gpu,
         linear: &Linear,
-        row: RowOperands<'_>,
+        step: RowProduct,
         prompt: Operands<'_>,
-        outputs: [Outputs; 2],
+        outputs: Outputs,
         shape: &Experts,
-        b: &ExpertBuffers<'_>,
+        b: &Buffers,
     ) -> Result<Self> {
-        let [of_step, of_prompt] = outputs;
-        let step = RowProduct::new(gpu, linear, row, of_step)?;
         let bound = linear.slices.iter().map(|slice| {
-            let source = prompt_kernel(slice, linear.rounds, of_prompt)
+            let source = prompt_kernel(slice, linear.rounds, outputs)
                 .with("ROUTES", shape.per_token)
                 .with("LIST_AT", list_at(shape, b.rows))
                 .flag("EXPERTS", true)
-                .flag("SPREAD", of_prompt == Outputs::Gated);
+                .flag("SPREAD", outputs == Outputs::Gated);
             let operands = prompt.buffers(slice);
-            let all = [&operands[..], &[b.groups]].concat();
-            Bound::new(gpu, &source, &EXPERTS, &all)
+            gpu.bound(&source, &[&operands[..], &[&b[Part::Groups]]].concat())
         });
         Ok(ExpertProduct {
             name: linear.name,
             dims: Dims::new(linear.outputs / linear.experts, linear.inputs),
             bytes: linear.bytes() / linear.experts,
             prompt: bound.collect::<Result<_>>()?,
-            step: step.expect("products of routed rows have kernels of single rows"),
+            step,
         })
     }
 
@@ -182,12 +131,12 @@ impl ExpertProduct {
 /// The experts of a layer, in a session.
 pub(crate) struct ExpertsOp {
     shape: Experts,
-    route: Bound,
-    group: Bound,
-    sum: Bound,
+    route: BoundKernel,
+    group: BoundKernel,
+    sum: BoundKernel,
     gate_up: ExpertProduct,
     /// Rounds what `down` multiplies in prompts.
-    round: Option<Bound>,
+    round: Option<BoundKernel>,
     down: ExpertProduct,
 }
 
@@ -201,67 +150,56 @@ impl ExpertsOp {
         shape: &Experts,
         stacks: [&Linear; 2],
         norm: (&Buffer, f32),
-        b: &ExpertBuffers<'_>,
+        b: &Buffers,
     ) -> Result<Self> {
         let [gate_up, down] = stacks;
-        let rounded = (b.rounded, b.rounded_scales);
-        let inputs = |linear: &Linear, x, y| {
-            let (x, x_scales) = if linear.rounds { rounded } else { (x, x) };
-            Operands {
-                step: b.step,
-                x,
-                x_scales,
-                y,
-            }
+        let step = &b.step;
+        let rounded = [&b[Part::Rounded], &b[Part::RoundedScales]];
+        let [stream, scores, routes] = [Part::Stream, Part::Scores, Part::Routes].map(|p| &b[p]);
+        let [gated, outs] = [Part::ExpertsGated, Part::ExpertsOut].map(|p| &b[p]);
+        let operands = |x, beside, y| Operands { step, x, beside, y };
+        let of_prompt = |linear: &Linear, x, y| match linear.rounds {
+            true => operands(rounded[0], rounded[1], y),
+            false => operands(x, x, y),
         };
-        let row = |x, norm, y, scores: Option<_>| RowOperands {
-            step: b.step,
-            x,
-            norm,
-            y,
-            routes: Some(RoutedInputs {
-                routes: b.routes,
+        let of_step = |linear, operands, outputs, eps, scores: Option<_>| {
+            let routes = RoutedInputs {
+                routes,
                 shape,
                 scores,
                 summed: scores.is_none(),
-            }),
+            };
+            let product = RowProduct::new(gpu, linear, operands, outputs, eps, Some(routes))?;
+            product.ok_or_else(|| Error::Unsupported {
+                engine: "nq over wgpu",
+                what: linear.name,
+                expected: "rows that a workgroup holds, or --device cpu".into(),
+                found: format!("{} inputs of {} experts", linear.inputs, shape.per_token),
+            })
         };
-        let of_gate_up = row(b.stream, Some(norm), b.gated, Some(b.scores));
-        let of_down = row(b.gated, None, b.stream, None);
+        let (gains, eps) = (norm.0, Some(norm.1));
+        let gates = operands(stream, gains, gated);
+        let gates = of_step(gate_up, gates, Outputs::Gated, eps, Some(scores))?;
+        let downs = operands(gated, gated, stream);
+        let downs = of_step(down, downs, Outputs::Added, None, None)?;
+        let product = |linear, step, prompt, outputs| {
+            ExpertProduct::new(gpu, linear, step, prompt, outputs, shape, b)
+        };
         let hidden = down.outputs / down.experts;
         let round = down.rounds.then(|| {
-            let all = [b.step, b.gated, rounded.0, rounded.1];
-            Bound::new(gpu, &round(down.inputs), &ROUND, &all)
+            let all = [step, gated, rounded[0], rounded[1]];
+            gpu.bound(&round(down.inputs), &all)
         });
         Ok(ExpertsOp {
-            route: Bound::new(gpu, &route(shape), &ROUTE, &[b.scores, b.routes])?,
-            group: {
-                let all = [b.step, b.routes, b.groups];
-                Bound::new(gpu, &group(shape, b.rows), &GROUP, &all)?
+            route: gpu.bound(&route(shape), &[scores, routes])?,
+            group: gpu.bound(&group(shape, b.rows), &[step, routes, &b[Part::Groups]])?,
+            sum: gpu.bound(&sum(shape, hidden), &[routes, outs, stream])?,
+            gate_up: {
+                let prompt = of_prompt(gate_up, &b[Part::Normed], gated);
+                product(gate_up, gates, prompt, Outputs::Gated)?
             },
-            sum: {
-                let all = [b.routes, b.outputs, b.stream];
-                Bound::new(gpu, &sum(shape, hidden), &SUM, &all)?
-            },
-            gate_up: ExpertProduct::new(
-                gpu,
-                gate_up,
-                of_gate_up,
-                inputs(gate_up, b.normed, b.gated),
-                [Outputs::Gated; 2],
-                shape,
-                b,
-            )?,
             round: round.transpose()?,
-            down: ExpertProduct::new(
-                gpu,
-                down,
-                of_down,
-                inputs(down, b.gated, b.outputs),
-                [Outputs::Added, Outputs::Stored],
-                shape,
-                b,
-            )?,
+            down: product(down, downs, of_prompt(down, gated, outs), Outputs::Stored)?,
             shape: *shape,
         })
     }

@@ -28,6 +28,19 @@ pub(crate) enum Binding {
 /// A compiled kernel.
 pub(crate) struct Kernel(ComputePipeline);
 
+/// A kernel, and the buffers that it is bound to.
+pub(crate) struct BoundKernel {
+    kernel: Arc<Kernel>,
+    bound: BindGroup,
+}
+
+impl BoundKernel {
+    /// Adds a launch to `pass`.
+    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, grid: Grid) {
+        pass.launch(&self.kernel, &self.bound, grid);
+    }
+}
+
 /// Workgroups of a launch.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Grid {
@@ -288,12 +301,26 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses it.
-    pub(crate) fn kernel(
-        &self,
-        source: &KernelSource,
-        bindings: &[Binding],
-    ) -> Result<Arc<Kernel>> {
+    pub(crate) fn kernel(&self, source: &KernelSource) -> Result<Arc<Kernel>> {
         let text = source.text();
+        let bindings = bindings(&text);
+        self.compiled(text, &bindings)
+    }
+
+    /// The kernel of `source`, bound to `buffers` in the order of their numbers.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses it.
+    pub(crate) fn bound(&self, source: &KernelSource, buffers: &[&Buffer]) -> Result<BoundKernel> {
+        let text = source.text();
+        let bindings = bindings(&text);
+        Ok(BoundKernel {
+            bound: self.bind(&bindings, buffers)?,
+            kernel: self.compiled(text, &bindings)?,
+        })
+    }
+
+    fn compiled(&self, text: String, bindings: &[Binding]) -> Result<Arc<Kernel>> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(&text) {
             return Ok(Arc::clone(kernel));
@@ -445,6 +472,27 @@ impl<'a> LaunchPass<'a> {
             timer.ends(&mut self.pass, op, bytes);
         }
     }
+}
+
+/// What a kernel does with its buffers, as its text declares them, in the order of their numbers.
+fn bindings(text: &str) -> Vec<Binding> {
+    let declared = text.lines().filter_map(|line| {
+        let (number, declared) = line.strip_prefix("@group(0) @binding(")?.split_once(')')?;
+        let kind = match declared
+            .trim_start()
+            .strip_prefix("var<")?
+            .split_once('>')?
+            .0
+        {
+            "uniform" => Binding::Uniform,
+            "storage, read" => Binding::Read,
+            _ => Binding::Write,
+        };
+        Some((number.parse::<usize>().ok()?, kind))
+    });
+    let mut declared: Vec<_> = declared.collect();
+    declared.sort_by_key(|(number, _)| *number);
+    declared.into_iter().map(|(_, kind)| kind).collect()
 }
 
 fn entry((binding, number): (&Binding, u32)) -> wgpu::BindGroupLayoutEntry {

@@ -2,6 +2,7 @@
 
 use crate::buffers::CopyPlaces;
 use crate::session::WgpuSession;
+use crate::sizes::Part;
 use nq_runtime::checks::check_bytes;
 use nq_runtime::interface::{Chunk, Pages};
 use nq_runtime::{Error, Result};
@@ -53,7 +54,7 @@ impl WgpuSession {
         if moves.iter().all(|(from, to)| from == to) {
             return;
         }
-        let (gpu, through) = (&self.model.gpu, &self.buffers.moved);
+        let (gpu, through) = (&self.model.gpu, &self.buffers[Part::Moved]);
         let mut encoder = gpu.encoder();
         for CopyPlaces { buffer, bytes } in all {
             for (from, to) in moves {

@@ -1,6 +1,5 @@
 //! The kernels between products: attention, heads, norms, draws; and what they are bound to.
 
-use crate::gpu::Binding::{self, Read, Uniform, Write};
 use crate::pack::UNIT;
 use crate::source::KernelSource;
 use nq_kernels::pages::{KvType, PAGE};
@@ -11,21 +10,6 @@ pub(crate) const SPLITS: usize = 32;
 
 /// Parts of the vocabulary in which the best token is looked for.
 pub(crate) const DRAW_PARTS: usize = 64;
-
-/// What the kernels of attention, and of heads and other rows, are bound to.
-pub(crate) const ATTENTION: [Binding; 8] = [Uniform, Read, Write, Write, Read, Read, Read, Read];
-pub(crate) const ATTENTION_ROW: [Binding; 9] =
-    [Uniform, Read, Write, Write, Read, Read, Write, Write, Write];
-pub(crate) const DRAW: [Binding; 2] = [Read, Write];
-pub(crate) const COMBINE: [Binding; 5] = [Uniform, Read, Write, Write, Read];
-pub(crate) const HEADS: [Binding; 7] = [Uniform, Read, Read, Write, Write, Write, Write];
-pub(crate) const NORM: [Binding; 5] = [Uniform, Read, Read, Read, Write];
-pub(crate) const NORM_ROUND: [Binding; 6] = [Uniform, Read, Read, Read, Write, Write];
-pub(crate) const ROUND: [Binding; 4] = [Uniform, Read, Write, Write];
-pub(crate) const SILU: [Binding; 3] = [Uniform, Read, Write];
-
-/// Values of queries that workgroups of attention hold at most: half of the 16 KB that every adapter has.
-const HELD_QUERIES: usize = 2048;
 
 /// Heads of attention.
 #[derive(Clone, Copy, Debug)]
@@ -64,12 +48,14 @@ impl Heads {
         self.count * self.step() + 2 * self.kv * self.dim
     }
 
-    /// A kernel of `file` with these heads.
-    fn kernel(&self, file: &'static str) -> KernelSource {
-        KernelSource::new(&[include_str!("wgsl/pages.wgsl"), file])
+    /// A kernel with these heads, of which a workgroup has those of `rows` rows.
+    fn kernel(&self, rows: usize) -> KernelSource {
+        KernelSource::default()
             .with("HEADS", self.count)
             .with("KV_HEADS", self.kv)
             .with("GROUP", self.group())
+            .with("SHARES", self.shares())
+            .with("QUERIES", rows * self.group().div_ceil(self.shares()))
             .with("DIM", self.dim)
             .with("TURNED", self.turned)
             .with("STRIDE", self.row())
@@ -79,9 +65,23 @@ impl Heads {
             .with("SPLITS", SPLITS)
             .with("PAIRS", self.dim / 2)
             .with_float("SCALE", 1.0 / (self.dim as f32).sqrt())
-            .with_float("NOTHING", NOTHING)
+            // The score of what nobody sees.
+            .with_float("NOTHING", -1e30)
             .flag("GATED", self.gated)
             .flag("INT8", self.kv_type == KvType::Int8)
+            .file(include_str!("wgsl/pages.wgsl"))
+    }
+
+    /// The kernel that prepares heads of `rows` rows, for which there are vectors of heads.
+    fn preparing(&self, rows: usize, vectors: HeadKinds) -> KernelSource {
+        let queries = rows * self.group().div_ceil(self.shares());
+        (self.kernel(rows).file(include_str!("wgsl/heads.wgsl")))
+            .with("PER_HEADS", ((queries + 2) * self.dim).div_ceil(256))
+            .with("PER_TURNS", ((queries + 1) * self.turned / 2).div_ceil(256))
+            .with("NORMS_AT", vectors.norms_at)
+            .with_float("EPS", vectors.eps)
+            .flag("BIASES", vectors.norms_at > 0)
+            .flag("NORMS", vectors.normed)
     }
 
     /// Heads that share one of keys and values.
@@ -89,59 +89,55 @@ impl Heads {
         self.count / self.kv
     }
 
-    /// Parts into which the heads of a group are divided in steps: a workgroup has up to four of them, or as many values
-    /// as four of 128.
-    pub(crate) fn shares(&self) -> usize {
-        self.group().div_ceil((512 / self.dim).clamp(1, 4))
+    /// Queries of a workgroup at most: four, or as many values as four of 128.
+    fn queries(&self) -> usize {
+        (512 / self.dim).clamp(1, 4)
     }
 
-    /// Rows of a sequence that attend together in prompts.
-    pub(crate) fn tile(&self) -> usize {
-        ((HELD_QUERIES / self.dim).min(16) / self.group()).max(1)
+    /// Parts into which the heads of a group are divided.
+    pub(crate) fn shares(&self) -> usize {
+        self.group().div_ceil(self.queries())
     }
+
+    /// Rows of a sequence that attend together, where they are several.
+    pub(crate) fn tile(&self) -> usize {
+        (self.queries() / self.group()).max(1)
+    }
+}
+
+/// Which vectors are added to heads, or multiplied by.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct HeadKinds {
+    /// Values of biases, behind which there are gains; 0 without biases.
+    pub(crate) norms_at: usize,
+    pub(crate) normed: bool,
+    /// What norms of heads add to the mean of squares.
+    pub(crate) eps: f32,
 }
 
 /// The kernel that combines parts of attention.
 pub(crate) fn combine(heads: Heads) -> KernelSource {
-    let kernel = heads.kernel(include_str!("wgsl/attention.wgsl"));
-    kernel.flag("COMBINE", true)
+    heads.kernel(1).file(include_str!("wgsl/combine.wgsl"))
 }
 
-/// The kernel of attention for steps in which every sequence has one row, without biases and norms.
-pub(crate) fn attention_row(heads: Heads, eps: f32) -> KernelSource {
+/// The kernel that prepares heads.
+pub(crate) fn prepare_heads(heads: Heads, vectors: HeadKinds) -> KernelSource {
+    heads.preparing(1, vectors).flag("PREPARE", true)
+}
+
+/// The kernel of attention: with `vectors` for steps in which every sequence has one row, whose heads it prepares; or for
+/// tiles of rows whose heads are prepared.
+pub(crate) fn attention(heads: Heads, vectors: Option<HeadKinds>) -> KernelSource {
+    let rows = if vectors.is_some() { 1 } else { heads.tile() };
     // Invocations for which there is a key to each; 64 keys are read together.
     let value_shares = (256 / (heads.dim / 2)).min(64);
-    (heads.kernel(include_str!("wgsl/attention_row.wgsl")))
+    (heads.preparing(rows, vectors.unwrap_or_default()))
         .file(include_str!("wgsl/softmax.wgsl"))
-        .with("THREADS", 256)
-        .with("SHARES", heads.shares())
-        .with("QUERIES", heads.group().div_ceil(heads.shares()))
+        .file(include_str!("wgsl/attention.wgsl"))
         .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
         .with("VALUE_SHARES", value_shares)
         .with("PER_SHARE", 64usize.div_ceil(value_shares))
-        .with_float("EPS", eps)
-}
-
-/// The score of what nobody sees.
-const NOTHING: f32 = -1e30;
-
-/// The kernel of attention for tiles of `rows` rows.
-pub(crate) fn attention(heads: Heads, rows: usize) -> KernelSource {
-    let queries = rows * heads.group();
-    let value_parts = (128 / (heads.dim / 2)).min(queries);
-    (heads.kernel(include_str!("wgsl/attention.wgsl")))
-        .file(include_str!("wgsl/softmax.wgsl"))
-        .with("THREADS", 128)
-        .with("QUERIES", queries)
-        .with("PER_HALF", queries.div_ceil(2))
-        .with("VALUE_PARTS", value_parts)
-        .with("PER_VALUE_PART", queries.div_ceil(value_parts))
-}
-
-/// The kernel that prepares heads, without biases and norms.
-pub(crate) fn prepare_heads(heads: Heads, eps: f32) -> KernelSource {
-    let kernel = heads.kernel(include_str!("wgsl/heads.wgsl"));
-    kernel.with_float("EPS", eps)
+        .flag("ALONE", vectors.is_some())
 }
 
 /// The kernel that finds the best of `vocab` logits in parts.
@@ -156,7 +152,7 @@ pub(crate) fn draw(vocab: usize) -> KernelSource {
 /// The kernel of RMSNorm over rows of `hidden` values.
 pub(crate) fn norm(hidden: usize, eps: f32) -> KernelSource {
     KernelSource::new(&[include_str!("wgsl/rows.wgsl")])
-        .with("HIDDEN", hidden)
+        .with("UNITS", hidden / UNIT)
         .with_float("EPS", eps)
         .flag("NORM", true)
 }

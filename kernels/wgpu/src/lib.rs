@@ -26,7 +26,6 @@ mod product;
 mod program;
 mod recurrence;
 mod rows;
-mod seats;
 mod session;
 mod sizes;
 mod source;

@@ -1,18 +1,16 @@
 //! How fast an adapter's memory is read.
 
-use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
+use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
 use crate::source::KernelSource;
 use nq_runtime::Result;
-use std::sync::Arc;
 use std::time::Instant;
-use wgpu::{BindGroup, Buffer};
+use wgpu::Buffer;
 
 /// Measures how fast the memory of an adapter is read. The adapter stays open, so that repeated measurements time
 /// nothing else.
 pub struct AdapterMeter {
     gpu: Gpu,
-    kernel: Arc<Kernel>,
-    bound: BindGroup,
+    kernel: BoundKernel,
     buffer: Buffer,
 }
 
@@ -32,17 +30,13 @@ impl AdapterMeter {
     /// [`Error::Device`](nq_runtime::Error::Device) if it is absent, or has too little memory.
     pub fn open(ordinal: usize) -> Result<Self> {
         let gpu = Gpu::open(ordinal)?;
-        let bindings = [Binding::Read, Binding::Write];
         let source = KernelSource::new(&[include_str!("wgsl/read.wgsl")]).with("EACH", EACH);
-        let kernel = gpu.kernel(&source, &bindings)?;
         let bytes = BYTES.min(gpu.most_bytes() / 2).next_power_of_two();
         let buffer = gpu.buffer("memory to read", bytes)?;
         let sums = gpu.buffer("sums", 16)?;
-        let bound = gpu.bind(&bindings, &[&buffer, &sums])?;
         Ok(AdapterMeter {
+            kernel: gpu.bound(&source, &[&buffer, &sums])?,
             gpu,
-            kernel,
-            bound,
             buffer,
         })
     }
@@ -61,7 +55,7 @@ impl AdapterMeter {
             {
                 let mut pass = LaunchPass::new(&mut encoder, None);
                 for _ in 0..READS {
-                    pass.launch(&self.kernel, &self.bound, Grid::new(groups, 1));
+                    self.kernel.launch(&mut pass, Grid::new(groups, 1));
                 }
             }
             let start = Instant::now();

@@ -1,7 +1,7 @@
 //! Products of a session: weights bound to inputs and outputs, and the kernels that multiply with them.
 
 use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{GRID, Gpu, Grid, Kernel, LaunchPass};
+use crate::gpu::{BoundKernel, GRID, Gpu, Grid, Kernel, LaunchPass};
 use crate::linear::{Linear, Slice};
 use crate::pack::{Codes, Form, UNIT};
 use crate::source::KernelSource;
@@ -27,15 +27,6 @@ pub(crate) enum Outputs {
 /// their scales (or gains of their norm), and outputs.
 const BINDINGS: [Binding; 8] = [Read, Read, Read, Uniform, Uniform, Read, Read, Write];
 
-/// The same of products with experts, and behind it the routes of rows, or these in groups.
-pub(crate) const EXPERTS: [Binding; 9] =
-    [Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read];
-
-/// The same of those that choose experts: behind it scores, and routes.
-const CHOOSING: [Binding; 10] = [
-    Read, Read, Read, Uniform, Uniform, Read, Read, Write, Read, Write,
-];
-
 /// Most rows of a step, whose products read each weight once for all of them.
 pub(crate) const STEP_ROWS: usize = 16;
 
@@ -56,8 +47,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) step: &'a Buffer,
     /// `[rows, inputs]`: f32, or bytes where they are rounded.
     pub(crate) x: &'a Buffer,
-    /// Scales of rounded inputs, or any buffer.
-    pub(crate) x_scales: &'a Buffer,
+    /// Scales of rounded inputs, gains of the norm that a [`RowProduct`] computes itself, or any buffer.
+    pub(crate) beside: &'a Buffer,
     /// `[rows, outputs]`
     pub(crate) y: &'a Buffer,
 }
@@ -66,13 +57,8 @@ impl<'a> Operands<'a> {
     /// All buffers of a product with `slice`.
     pub(crate) fn buffers(&self, slice: &'a Slice) -> [&'a Buffer; 8] {
         let [codes, high, affine] = [&slice.codes, &slice.high, &slice.affine];
-        let Operands {
-            step,
-            x,
-            x_scales,
-            y,
-        } = *self;
-        [codes, high, affine, &slice.sizes, step, x, x_scales, y]
+        let Operands { step, x, beside, y } = *self;
+        [codes, high, affine, &slice.sizes, step, x, beside, y]
     }
 }
 
@@ -116,7 +102,7 @@ impl BoundProduct {
                 None => {
                     let source = source(form, self.rounds, self.outputs);
                     let source = shaped(source, gpu, self.rounds, rows);
-                    let kernel = gpu.kernel(&source, &BINDINGS)?;
+                    let kernel = gpu.kernel(&source)?;
                     known.insert(key, Arc::clone(&kernel));
                     kernel
                 }
@@ -133,26 +119,10 @@ impl BoundProduct {
 
 /// The product of a step of one row, whose kernels normalize their inputs themselves, and round them.
 pub(crate) struct RowProduct {
-    slices: Vec<(Arc<Kernel>, BindGroup, Grid)>,
+    slices: Vec<(BoundKernel, Grid)>,
 }
 
-/// The buffers of a [`RowProduct`].
-#[derive(Clone, Copy)]
-pub(crate) struct RowOperands<'a> {
-    /// Sizes of the pass.
-    pub(crate) step: &'a Buffer,
-    /// `[inputs]`, in f32.
-    pub(crate) x: &'a Buffer,
-    /// Gains of their RMSNorm, and what it adds to the mean of squares; `None` if there is no norm.
-    pub(crate) norm: Option<(&'a Buffer, f32)>,
-    /// `[outputs]`
-    pub(crate) y: &'a Buffer,
-    /// Which experts each row is routed to, if the weight is a stack of them: there is a row of `x` for each row of the
-    /// pass then.
-    pub(crate) routes: Option<RoutedInputs<'a>>,
-}
-
-/// The experts of rows.
+/// Which experts each row is routed to, if a weight is a stack of them: there is a row of `x` for each row of the pass.
 #[derive(Clone, Copy)]
 pub(crate) struct RoutedInputs<'a> {
     /// `[rows, per_row, 2]`: experts, and bits of their weights.
@@ -176,18 +146,19 @@ const ROW_UNROLLED: usize = 2;
 const ROW_GROUPS: usize = 528;
 
 impl RowProduct {
-    /// Binds `linear`; `None` if its kernels would be those of steps of several rows, or if inputs are rounded and more
-    /// than the adapter's workgroups can hold.
+    /// Binds `linear`, whose f32 inputs are normalized if the `eps` of an RMSNorm is given; `None` if its kernels would be
+    /// those of steps of several rows, or if inputs are rounded and more than the adapter's workgroups can hold.
     ///
     /// # Errors
     /// [`Error::Device`](nq_runtime::Error::Device).
     pub(crate) fn new(
         gpu: &Gpu,
         linear: &Linear,
-        operands: RowOperands<'_>,
+        operands: Operands<'_>,
         outputs: Outputs,
+        eps: Option<f32>,
+        routes: Option<RoutedInputs<'_>>,
     ) -> Result<Option<Self>> {
-        let RowOperands { norm, routes, .. } = operands;
         // Experts whose outputs are summed have one row of inputs together.
         let parts = routes.map_or(1, |r| if r.summed { r.shape.per_token } else { 1 });
         let units = parts * linear.inputs / UNIT;
@@ -196,15 +167,9 @@ impl RowProduct {
         let held = (UNIT + 8) * units + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
         let held = held + 4 * scores.map_or(0, |(_, count)| count);
         let fits = held <= gpu.limits.max_compute_workgroup_storage_size as usize;
-        if !linear.rounds && norm.is_none() && routes.is_none() || linear.rounds && !fits {
+        if !linear.rounds && eps.is_none() && routes.is_none() || linear.rounds && !fits {
             return Ok(None);
         }
-        let bound = Operands {
-            step: operands.step,
-            x: operands.x,
-            x_scales: norm.map_or(operands.x, |(gains, _)| gains),
-            y: operands.y,
-        };
         let mut slices = Vec::with_capacity(linear.slices.len());
         for slice in &linear.slices {
             let rows = match routes {
@@ -223,9 +188,8 @@ impl RowProduct {
                     (shaped(source, gpu, false, 1), grid)
                 }
             };
-            let mut buffers = bound.buffers(slice).to_vec();
-            let mut bindings = &BINDINGS[..];
-            if let Some((_, eps)) = norm {
+            let mut buffers = operands.buffers(slice).to_vec();
+            if let Some(eps) = eps {
                 source = source.with_float("EPS", eps).flag("NORM", true);
             }
             if let Some(routed) = routes {
@@ -240,24 +204,18 @@ impl RowProduct {
                 .flag("EXPERTS", true)
                 .flag("CHOOSE", scores.is_some())
                 .flag(if routed.summed { "SUMMED" } else { "SPREAD" }, true);
-                bindings = if scores.is_some() {
-                    &CHOOSING
-                } else {
-                    &EXPERTS
-                };
                 buffers.extend(scores.map(|(scores, _)| scores));
                 buffers.push(routed.routes);
             }
-            let kernel = gpu.kernel(&source, bindings)?;
-            slices.push((kernel, gpu.bind(bindings, &buffers)?, grid));
+            slices.push((gpu.bound(&source, &buffers)?, grid));
         }
         Ok(Some(RowProduct { slices }))
     }
 
     /// Adds the product of each of `rows` rows to `pass`: of one, if it is not one with experts.
     pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
-        for (kernel, bound, grid) in &self.slices {
-            pass.launch(kernel, bound, Grid { z: rows, ..*grid });
+        for (kernel, grid) in &self.slices {
+            kernel.launch(pass, Grid { z: rows, ..*grid });
         }
     }
 }

@@ -2,18 +2,16 @@
 //! its number of rows.
 
 use crate::buffers::{Buffers, Kept};
-use crate::experts::{ExpertBuffers, ExpertsOp, MOST_EXPERTS, MOST_ROUTES, WEIGH, weigh};
-use crate::gpu::{Binding, Gpu, Grid, Kernel, LaunchPass};
+use crate::experts::{ExpertsOp, MOST_EXPERTS, MOST_ROUTES, weigh};
+use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
 use crate::kernels::{
-    ATTENTION, ATTENTION_ROW, COMBINE, DRAW, DRAW_PARTS, HEADS, Heads, NORM, NORM_ROUND, ROUND,
-    SILU, attention, attention_row, combine, draw, norm, prepare_heads, round, silu,
+    DRAW_PARTS, HeadKinds, Heads, attention, combine, draw, norm, prepare_heads, round, silu,
 };
 use crate::linear::Linear;
 use crate::model::WgpuModel;
-use crate::product::{
-    BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct, STEP_ROWS,
-};
-use crate::recurrence::{DELTA, Recurrence, RecurrenceKernels, WIDEST, vectors};
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowProduct, STEP_ROWS};
+use crate::recurrence::{Recurrence, RecurrenceOp, WIDEST, vectors};
+use crate::sizes::Part;
 use crate::source::KernelSource;
 use nq_kernels::pages::KvType;
 use nq_model::forward::{
@@ -23,19 +21,22 @@ use nq_model::{Dims, Mixer, ModelConfig};
 use nq_runtime::states::delta_shape;
 use nq_runtime::{Error, Result};
 use std::ops::Range;
-use std::sync::Arc;
-use wgpu::{BindGroup, Buffer};
+use wgpu::Buffer;
 
 /// A kernel over rows: a workgroup for each of them, or as many as `heads` says.
 struct RowsOp {
-    kernel: Arc<Kernel>,
-    bound: BindGroup,
+    kernel: BoundKernel,
     heads: usize,
 }
 
 impl RowsOp {
+    fn new(gpu: &Gpu, source: &KernelSource, heads: usize, buffers: &[&Buffer]) -> Result<Self> {
+        let kernel = gpu.bound(source, buffers)?;
+        Ok(RowsOp { kernel, heads })
+    }
+
     fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize) {
-        pass.launch(&self.kernel, &self.bound, Grid::new(rows, self.heads));
+        self.kernel.launch(pass, Grid::new(rows, self.heads));
     }
 }
 
@@ -84,52 +85,35 @@ impl ProductOp {
 
 /// Attention of a layer.
 struct AttentionOp {
-    /// Prepares heads, where sequences have several rows, for `tiles`.
+    shape: Heads,
+    /// Serves steps in which every sequence has one row.
+    alone: BoundKernel,
+    /// Prepares heads where sequences have several rows.
     heads: RowsOp,
-    tiles: BindGroup,
-    /// Serves steps in which every sequence has one row in place of both.
-    row: (Arc<Kernel>, BindGroup),
-}
-
-/// The kernels of attention, and what combines its parts.
-struct AttentionKernels {
-    step: Arc<Kernel>,
-    prompt: Arc<Kernel>,
+    tiles: BoundKernel,
+    /// Adds up parts of the keys.
     combine: RowsOp,
 }
 
-impl AttentionKernels {
-    fn launch(
-        &self,
-        op: &AttentionOp,
-        pass: &mut LaunchPass<'_>,
-        heads: Heads,
-        attended: Attended,
-    ) {
-        let shape = Dims::new(heads.count, heads.dim);
-        let mut grid = Grid {
+impl AttentionOp {
+    fn launch(&self, pass: &mut LaunchPass<'_>, attended: Attended) {
+        let dims = Dims::new(self.shape.count, self.shape.dim);
+        let grid = Grid {
             x: attended.splits,
-            y: heads.kv,
+            y: self.shape.kv * self.shape.shares(),
             z: attended.tiles,
         };
-        let name = if attended.alone {
-            grid.y *= heads.shares();
-            pass.launch(&op.row.0, &op.row.1, grid);
-            "attention_row"
+        if attended.alone {
+            self.alone.launch(pass, grid);
         } else {
-            op.heads.launch(pass, attended.rows);
-            pass.ends(("heads", "heads", shape), 0);
-            let kernel = match attended.rows <= STEP_ROWS {
-                true => &self.step,
-                false => &self.prompt,
-            };
-            pass.launch(kernel, &op.tiles, grid);
-            "attention"
-        };
-        pass.ends(("attention", name, shape), attended.bytes);
+            self.heads.launch(pass, attended.rows);
+            pass.ends(("heads", "heads", dims), 0);
+            self.tiles.launch(pass, grid);
+        }
+        pass.ends(("attention", "attention", dims), attended.bytes);
         if attended.splits > 1 {
             self.combine.launch(pass, attended.rows);
-            pass.ends(("attention", "combine", shape), 0);
+            pass.ends(("attention", "combine", dims), 0);
         }
     }
 }
@@ -139,7 +123,7 @@ enum Op {
     Rows(&'static str, RowsOp),
     Product(ProductOp),
     Attention(AttentionOp),
-    Recurrence(BindGroup),
+    Recurrence(RecurrenceOp),
     /// Experts, and what prepares their inputs in prompts.
     Experts(Option<RowsOp>, Box<ExpertsOp>),
 }
@@ -153,8 +137,6 @@ pub(crate) struct Program {
     head: ProductOp,
     /// Finds the best token of each row in parts of the vocabulary.
     draw: RowsOp,
-    attention: AttentionKernels,
-    recurrence: Option<RecurrenceKernels>,
     pub(crate) heads: Heads,
     known: ProductKernels,
 }
@@ -181,29 +163,11 @@ impl Program {
     pub(crate) fn new(model: &WgpuModel, buffers: &Buffers, kv: KvType) -> Result<Self> {
         let (gpu, c, b) = (&model.gpu, &model.config, buffers);
         let heads = Heads::of(c, kv);
-        let tiles = |rows| gpu.kernel(&attention(heads, rows), &ATTENTION);
-        let combined = [&b.step, &b.batch, &b.attended, &b.parts, &b.qkv];
-        let attention = AttentionKernels {
-            step: tiles(1)?,
-            prompt: tiles(heads.tile())?,
-            combine: RowsOp {
-                kernel: gpu.kernel(&combine(heads), &COMBINE)?,
-                bound: gpu.bind(&COMBINE, &combined)?,
-                heads: heads.count,
-            },
-        };
-        let recurrence = c.delta.map(|delta| Recurrence {
-            shape: delta_shape(c),
-            gate: delta.gate,
-            eps: c.rms_norm_eps,
-        });
-        let recurrence = recurrence.map(|r| RecurrenceKernels::new(gpu, r));
         let mut recorder = Recorder {
             gpu,
             config: c,
             heads,
             buffers,
-            recurrence: recurrence.transpose()?,
             gains: None,
             prepared: [false; 2],
             ops: Vec::new(),
@@ -215,31 +179,30 @@ impl Program {
         }
         let gains = gpu.upload("gains of a norm", &model.norm)?;
         let source = recorder.norm_source().flag("GATHER", true);
-        let gathered = [&b.head_step, &b.batch, &gains, &b.stream, &b.head_in];
-        let norm = recorder.rows(source, 1, &NORM, &gathered)?;
-        let mut head = recorder.product_op(
-            &model.head,
-            &b.head_step,
-            Input::Rows(&b.head_in),
-            &b.logits,
-            Outputs::Stored,
-        )?;
+        let [stream, head_in, logits] = [Part::Stream, Part::HeadIn, Part::Logits].map(|p| &b[p]);
+        let gathered = [&b.head_step, stream, &b[Part::Batch], &gains, head_in];
+        let norm = RowsOp::new(gpu, &source, 1, &gathered)?;
+        let (input, step) = (Input::Rows(head_in), &b.head_step);
+        let mut head = recorder.product_op(&model.head, step, input, logits, Outputs::Stored)?;
         // A pass of one row wants that one.
-        let operands = RowOperands {
-            step: &b.head_step,
-            x: &b.stream,
-            norm: Some((&gains, c.rms_norm_eps)),
-            y: &b.logits,
-            routes: None,
+        let operands = Operands {
+            step,
+            x: stream,
+            beside: &gains,
+            y: logits,
         };
-        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored)?;
+        let eps = Some(c.rms_norm_eps);
+        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
         Ok(Program {
             layers,
             norm,
             head,
-            draw: recorder.rows(draw(c.vocab_size), DRAW_PARTS, &DRAW, &[&b.logits, &b.best])?,
-            attention,
-            recurrence: recorder.recurrence,
+            draw: RowsOp::new(
+                gpu,
+                &draw(c.vocab_size),
+                DRAW_PARTS,
+                &[logits, &b[Part::Best]],
+            )?,
             heads,
             known: ProductKernels::new(),
         })
@@ -271,15 +234,12 @@ impl Program {
                     pass.ends((name, "rows", Dims::new(1, op.heads)), 0);
                 }
                 Op::Product(op) => op.launch(gpu, pass, rows, rows == 1, &mut self.known)?,
-                Op::Attention(op) => self.attention.launch(op, pass, self.heads, attended),
+                Op::Attention(op) => op.launch(pass, attended),
+                Op::Recurrence(op) => op.launch(pass, rows, attended.sequences),
                 Op::Experts(inputs, op) => {
                     let inputs = inputs.iter().filter(|_| rows > STEP_ROWS);
                     inputs.for_each(|inputs| inputs.launch(pass, rows));
                     op.launch(pass, rows);
-                }
-                Op::Recurrence(bound) => {
-                    let recurrence = self.recurrence.iter();
-                    recurrence.for_each(|r| r.launch(bound, pass, rows, attended.sequences));
                 }
             }
         }
@@ -331,7 +291,6 @@ struct Recorder<'a> {
     config: &'a ModelConfig,
     heads: Heads,
     buffers: &'a Buffers,
-    recurrence: Option<RecurrenceKernels>,
     /// Gains of the block's norm.
     gains: Option<Buffer>,
     /// Whether a product of the block has normalized rows prepared: as they are, and rounded.
@@ -340,20 +299,6 @@ struct Recorder<'a> {
 }
 
 impl Recorder<'_> {
-    fn rows(
-        &self,
-        source: KernelSource,
-        heads: usize,
-        bindings: &[Binding],
-        buffers: &[&Buffer],
-    ) -> Result<RowsOp> {
-        Ok(RowsOp {
-            kernel: self.gpu.kernel(&source, bindings)?,
-            bound: self.gpu.bind(bindings, buffers)?,
-            heads,
-        })
-    }
-
     fn norm_source(&self) -> KernelSource {
         norm(self.config.hidden_size, self.config.rms_norm_eps)
     }
@@ -369,40 +314,27 @@ impl Recorder<'_> {
     ) -> Result<ProductOp> {
         let b = self.buffers;
         let (x, gains) = match input {
-            Input::Normed => (&b.normed, self.gains.clone()),
+            Input::Normed => (&b[Part::Normed], self.gains.clone()),
             Input::Rows(x) => (x, None),
         };
         let prepared = &mut self.prepared[usize::from(linear.rounds)];
         let first = gains.is_none() || !std::mem::replace(prepared, true);
-        let rounded = (&b.rounded, &b.rounded_scales);
+        let rounded = (&b[Part::Rounded], &b[Part::RoundedScales]);
         let inputs = match (&gains, linear.rounds) {
             (None, false) => None,
             (None, true) => {
                 let buffers = [step, x, rounded.0, rounded.1];
-                Some(self.rows(round(linear.inputs), 1, &ROUND, &buffers)?)
+                Some(RowsOp::new(self.gpu, &round(linear.inputs), 1, &buffers)?)
             }
             (Some(gains), rounds) => Some(self.norm_op(step, gains, rounds)?),
         };
-        let operands = RowOperands {
-            step,
-            x: if gains.is_some() { &b.stream } else { x },
-            norm: gains
-                .as_ref()
-                .map(|gains| (gains, self.config.rms_norm_eps)),
-            y,
-            routes: None,
+        let operands = |(x, beside)| Operands { step, x, beside, y };
+        let (of_row, eps) = match &gains {
+            Some(gains) => ((&b[Part::Stream], gains), Some(self.config.rms_norm_eps)),
+            None => ((x, x), None),
         };
-        let row = RowProduct::new(self.gpu, linear, operands, outputs)?;
-        let (x, x_scales) = match linear.rounds {
-            true => rounded,
-            false => (x, x),
-        };
-        let operands = Operands {
-            step,
-            x,
-            x_scales,
-            y,
-        };
+        let row = RowProduct::new(self.gpu, linear, operands(of_row), outputs, eps, None)?;
+        let operands = operands(if linear.rounds { rounded } else { (x, x) });
         Ok(ProductOp {
             name: linear.name,
             shape: Dims::new(linear.outputs, linear.inputs),
@@ -417,13 +349,13 @@ impl Recorder<'_> {
     /// What normalizes the stream with these gains, and rounds it if it `rounds`.
     fn norm_op(&self, step: &Buffer, gains: &Buffer, rounds: bool) -> Result<RowsOp> {
         let b = self.buffers;
-        let first = [step, &b.batch, gains, &b.stream];
-        let (bindings, to) = match rounds {
-            true => (&NORM_ROUND[..], &[&b.rounded, &b.rounded_scales][..]),
-            false => (&NORM[..], &[&b.normed][..]),
-        };
+        let mut buffers = vec![step, &b[Part::Stream], &b[Part::Batch], gains];
+        match rounds {
+            true => buffers.extend([&b[Part::Rounded], &b[Part::RoundedScales]]),
+            false => buffers.push(&b[Part::Normed]),
+        }
         let source = self.norm_source().flag("ROUND", rounds);
-        self.rows(source, 1, bindings, &[&first[..], to].concat())
+        RowsOp::new(self.gpu, &source, 1, &buffers)
     }
 
     /// Records the product of the layers' step.
@@ -529,27 +461,26 @@ impl Verbs for Recorder<'_> {
         w: &Packed<Linear>,
         to: Projection,
     ) -> Result<()> {
-        let b = self.buffers;
-        match to {
-            Projection::Mixer => self.product(&w.linear, Input::Normed, &b.qkv, Outputs::Stored),
-            Projection::Gated if w.linear.interleaved => {
-                self.product(&w.linear, Input::Normed, &b.gated, Outputs::Gated)
-            }
-            Projection::Gated => {
-                self.product(&w.linear, Input::Normed, &b.gate_up, Outputs::Stored)?;
-                let source = silu(w.linear.outputs / 2);
-                let op = self.rows(source, 1, &SILU, &[&b.step, &b.gate_up, &b.gated])?;
-                self.ops.push(Op::Rows("silu", op));
-                Ok(())
-            }
-            Projection::Rates => self.product(&w.linear, Input::Normed, &b.rates, Outputs::Stored),
-            Projection::Scores => {
-                self.product(&w.linear, Input::Normed, &b.scores, Outputs::Stored)
-            }
-            Projection::SharedScore => {
-                self.product(&w.linear, Input::Normed, &b.shared_scores, Outputs::Stored)
-            }
+        let (b, linear) = (self.buffers, &w.linear);
+        let outputs = match to {
+            Projection::Gated if linear.interleaved => Outputs::Gated,
+            _ => Outputs::Stored,
+        };
+        let part = match to {
+            Projection::Mixer => Part::Qkv,
+            Projection::Gated if linear.interleaved => Part::Gated,
+            Projection::Gated => Part::GateUp,
+            Projection::Rates => Part::Rates,
+            Projection::Scores => Part::Scores,
+            Projection::SharedScore => Part::SharedScores,
+        };
+        self.product(linear, Input::Normed, &b[part], outputs)?;
+        if part == Part::GateUp {
+            let buffers = [&b.step, &b[Part::GateUp], &b[Part::Gated]];
+            let op = RowsOp::new(self.gpu, &silu(linear.outputs / 2), 1, &buffers)?;
+            self.ops.push(Op::Rows("silu", op));
         }
+        Ok(())
     }
 
     fn attend(
@@ -567,37 +498,27 @@ impl Verbs for Recorder<'_> {
         }
         let mut vectors = heads.biases.concat();
         let norms_at = vectors.len();
-        heads
-            .norms
-            .iter()
-            .flatten()
-            .for_each(|norm| vectors.extend(norm));
-        let vectors = self.gpu.upload("vectors of heads", &vectors)?;
-        let shape = self.heads;
-        let eps = self.config.rms_norm_eps;
-        let prepares = |source: KernelSource| {
-            source
-                .with("NORMS_AT", norms_at)
-                .flag("BIASES", norms_at > 0)
-                .flag("NORMS", heads.norms.is_some())
+        vectors.extend(heads.norms.iter().flatten().flatten());
+        let kinds = HeadKinds {
+            norms_at,
+            normed: heads.norms.is_some(),
+            eps: self.config.rms_norm_eps,
         };
-        let source = prepares(prepare_heads(shape, eps));
-        let buffers = [&b.step, &b.batch, &vectors, &b.qkv, keys, values, scales];
-        let heads_op = self.rows(source, shape.count + 2 * shape.kv, &HEADS, &buffers)?;
-        let [first, batch, attended, parts] = [&b.step, &b.batch, &b.attended, &b.parts];
-        let buffers = [first, batch, attended, parts, &b.qkv, keys, values, scales];
-        let tiles = self.gpu.bind(&ATTENTION, &buffers)?;
-        let source = prepares(attention_row(shape, eps));
-        let buffers = [
-            first, batch, attended, parts, &b.qkv, &vectors, keys, values, scales,
+        let (gpu, shape) = (self.gpu, self.heads);
+        let vectors = gpu.upload("vectors of heads", &vectors)?;
+        let (step, qkv) = (&b.step, &b[Part::Qkv]);
+        let [batch, attended, parts] = [Part::Batch, Part::Attended, Part::Parts].map(|p| &b[p]);
+        let all = [
+            step, batch, qkv, &vectors, keys, values, scales, attended, parts,
         ];
+        let (prepares, combines) = (prepare_heads(shape, kinds), combine(shape));
+        let combined = [step, qkv, attended, parts];
         self.ops.push(Op::Attention(AttentionOp {
-            heads: heads_op,
-            tiles,
-            row: (
-                self.gpu.kernel(&source, &ATTENTION_ROW)?,
-                self.gpu.bind(&ATTENTION_ROW, &buffers)?,
-            ),
+            shape,
+            alone: gpu.bound(&attention(shape, Some(kinds)), &all)?,
+            heads: RowsOp::new(gpu, &prepares, shape.kv * shape.shares(), &all[..7])?,
+            tiles: gpu.bound(&attention(shape, None), &all)?,
+            combine: RowsOp::new(gpu, &combines, shape.count, &combined)?,
         }));
         Ok(())
     }
@@ -613,33 +534,34 @@ impl Verbs for Recorder<'_> {
             unreachable!("a layer with a recurrence has states");
         };
         let parts = [&v.conv[..], &v.norm, &v.decay, &v.dt_bias];
-        let vectors = vectors(&delta_shape(self.config), parts);
+        let Some(spec) = self.config.delta else {
+            unreachable!("layers with recurrences have a shape for them");
+        };
+        let recurrence = Recurrence {
+            shape: delta_shape(self.config),
+            gate: spec.gate,
+            eps: self.config.rms_norm_eps,
+        };
+        let vectors = vectors(&recurrence.shape, parts);
         let vectors = self.gpu.upload("vectors of a recurrence", &vectors)?;
-        let rows = [&b.qkv, &b.rates, states, &b.mixed, &b.attended];
-        let [qkvz, ba, states, mixed, out] = rows;
-        let buffers = [&b.step, &b.batch, &vectors, qkvz, ba, states, mixed, out];
-        let bound = self.gpu.bind(&DELTA, &buffers)?;
-        self.ops.push(Op::Recurrence(bound));
+        let parts = [
+            Part::Batch,
+            Part::Qkv,
+            Part::Rates,
+            Part::Mixed,
+            Part::Attended,
+        ];
+        let [batch, qkvz, ba, mixed, out] = parts.map(|part| &b[part]);
+        let buffers = [&b.step, batch, &vectors, qkvz, ba, states, mixed, out];
+        let op = RecurrenceOp::new(self.gpu, recurrence, buffers)?;
+        self.ops.push(Op::Recurrence(op));
         Ok(())
     }
 
     fn mix(&mut self, _layer: usize, _norm: &Vec<f32>, experts: &Experts<Linear>) -> Result<()> {
-        let (gpu, c, b) = (self.gpu, self.config, self.buffers);
+        let (c, b) = (self.config, self.buffers);
         let (Some(shape), Some(gains)) = (&c.experts, self.gains.clone()) else {
             unreachable!("layers with experts have a shape for them, and a norm");
-        };
-        let buffers = ExpertBuffers {
-            step: &b.step,
-            scores: &b.scores,
-            routes: &b.routes,
-            groups: &b.groups,
-            stream: &b.stream,
-            normed: &b.normed,
-            rounded: &b.rounded,
-            rounded_scales: &b.rounded_scales,
-            gated: &b.experts_gated,
-            outputs: &b.experts_out,
-            rows: b.rows,
         };
         let stacks = [&experts.gate_up.linear, &experts.down.linear];
         let rounds = stacks[0].rounds;
@@ -647,7 +569,7 @@ impl Verbs for Recorder<'_> {
             true => None,
             false => Some(self.norm_op(&b.step, &gains, rounds)?),
         };
-        let op = ExpertsOp::new(gpu, shape, stacks, (&gains, c.rms_norm_eps), &buffers)?;
+        let op = ExpertsOp::new(self.gpu, shape, stacks, (&gains, c.rms_norm_eps), b)?;
         self.ops.push(Op::Experts(inputs, Box::new(op)));
         Ok(())
     }
@@ -655,7 +577,8 @@ impl Verbs for Recorder<'_> {
     fn weigh(&mut self, shared: &Shared<Linear>) -> Result<()> {
         let b = self.buffers;
         let source = weigh(shared.mlp.down.linear.inputs);
-        let op = self.rows(source, 1, &WEIGH, &[&b.shared_scores, &b.gated])?;
+        let buffers = [&b[Part::SharedScores], &b[Part::Gated]];
+        let op = RowsOp::new(self.gpu, &source, 1, &buffers)?;
         self.ops.push(Op::Rows("weigh", op));
         Ok(())
     }
@@ -663,9 +586,9 @@ impl Verbs for Recorder<'_> {
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
         let b = self.buffers;
         let x = match operand {
-            Operand::Attended => &b.attended,
-            Operand::Gated => &b.gated,
+            Operand::Attended => &b[Part::Attended],
+            Operand::Gated => &b[Part::Gated],
         };
-        self.product(&w.linear, Input::Rows(x), &b.stream, Outputs::Added)
+        self.product(&w.linear, Input::Rows(x), &b[Part::Stream], Outputs::Added)
     }
 }

@@ -1,16 +1,11 @@
 //! Gated DeltaNets: the kernels of a recurrence, and what they are bound to.
 
-use crate::gpu::Binding::{self, Read, Uniform, Write};
-use crate::gpu::{Gpu, Grid, Kernel, LaunchPass};
+use crate::gpu::{BoundKernel, Gpu, Grid, LaunchPass};
 use crate::source::KernelSource;
 use nq_kernels::DeltaShape;
 use nq_model::{Dims, OutputGate};
 use nq_runtime::Result;
-use std::sync::Arc;
-use wgpu::BindGroup;
-
-/// What all of its kernels are bound to.
-pub(crate) const DELTA: [Binding; 8] = [Uniform, Read, Read, Read, Read, Write, Write, Write];
+use wgpu::Buffer;
 
 /// Columns of a head's state that a workgroup brings through the rows of a prompt: a fourth of them in published models,
 /// so that there are as many workgroups as a large GPU runs at once.
@@ -64,16 +59,6 @@ impl Recurrence {
             .flag(stage, true)
     }
 
-    /// The convolution of prompts, with a workgroup for each row and head of queries, keys and values.
-    pub(crate) fn convolution(&self) -> KernelSource {
-        self.kernel("CONV_HEADS")
-    }
-
-    /// The gates of prompts, with a workgroup for each row and head of values.
-    pub(crate) fn gates(&self) -> KernelSource {
-        self.kernel("GATE")
-    }
-
     /// The recurrence of sequences of several rows, or of one row each with what the other two kernels do.
     pub(crate) fn states(&self, lanes: Option<usize>, step: bool) -> KernelSource {
         let columns = self.columns(step);
@@ -103,53 +88,48 @@ impl Recurrence {
     }
 }
 
-/// The kernels of a model's recurrences.
-pub(crate) struct RecurrenceKernels {
+/// The recurrence of a layer, in a session.
+pub(crate) struct RecurrenceOp {
     recurrence: Recurrence,
-    step: Arc<Kernel>,
-    convolution: Arc<Kernel>,
-    states: Arc<Kernel>,
-    gates: Arc<Kernel>,
+    step: BoundKernel,
+    /// Of prompts: the convolution, the recurrence and the gates.
+    prompt: [BoundKernel; 3],
 }
 
-impl RecurrenceKernels {
-    /// Compiles them.
+impl RecurrenceOp {
+    /// Binds its kernels to the buffers that `delta.wgsl` names.
     ///
     /// # Errors
     /// [`Error::Device`](nq_runtime::Error::Device) if the driver refuses one.
-    pub(crate) fn new(gpu: &Gpu, recurrence: Recurrence) -> Result<Self> {
-        let kernel = |source: &KernelSource| gpu.kernel(source, &DELTA);
-        Ok(RecurrenceKernels {
-            step: kernel(&recurrence.states(gpu.lanes, true))?,
-            convolution: kernel(&recurrence.convolution())?,
-            states: kernel(&recurrence.states(gpu.lanes, false))?,
-            gates: kernel(&recurrence.gates())?,
+    pub(crate) fn new(gpu: &Gpu, recurrence: Recurrence, buffers: [&Buffer; 8]) -> Result<Self> {
+        let bound = |source: &KernelSource| gpu.bound(source, &buffers);
+        Ok(RecurrenceOp {
+            step: bound(&recurrence.states(gpu.lanes, true))?,
+            prompt: [
+                bound(&recurrence.kernel("CONV_HEADS"))?,
+                bound(&recurrence.states(gpu.lanes, false))?,
+                bound(&recurrence.kernel("GATE"))?,
+            ],
             recurrence,
         })
     }
 
-    /// Adds a layer's recurrence over `rows` rows of `sequences` sequences: one launch where each has one row.
-    pub(crate) fn launch(
-        &self,
-        bound: &BindGroup,
-        pass: &mut LaunchPass<'_>,
-        rows: usize,
-        sequences: usize,
-    ) {
+    /// Adds the recurrence over `rows` rows of `sequences` sequences: one launch where each has one row.
+    pub(crate) fn launch(&self, pass: &mut LaunchPass<'_>, rows: usize, sequences: usize) {
         let shape = &self.recurrence.shape;
         let dims = Dims::new(shape.value_heads, shape.value_dim);
         // States are read and written.
         let bytes = 8 * sequences * state_len(shape);
         if rows == sequences {
-            pass.launch(&self.step, bound, Grid::new(rows, shape.value_heads));
+            self.step.launch(pass, Grid::new(rows, shape.value_heads));
             return pass.ends(("delta", "step", dims), bytes);
         }
+        let [convolution, states, gates] = &self.prompt;
         let heads = 2 * shape.key_heads + shape.value_heads;
-        pass.launch(&self.convolution, bound, Grid::new(rows, heads));
+        convolution.launch(pass, Grid::new(rows, heads));
         let blocks = shape.value_dim / self.recurrence.columns(false);
-        let grid = Grid::new(sequences, shape.value_heads * blocks);
-        pass.launch(&self.states, bound, grid);
-        pass.launch(&self.gates, bound, Grid::new(rows, shape.value_heads));
+        states.launch(pass, Grid::new(sequences, shape.value_heads * blocks));
+        gates.launch(pass, Grid::new(rows, shape.value_heads));
         pass.ends(("delta", "prompt", dims), bytes);
     }
 }

@@ -124,10 +124,7 @@ impl Batch {
     ) -> Result<RowsLayout> {
         let (h, half) = (model.config.hidden_size, model.config.rotary_dims() / 2);
         let rows: usize = spans.iter().map(|s| s.tokens.len()).sum();
-        let tile = match rows <= STEP_ROWS {
-            true => 1,
-            false => heads.tile(),
-        };
+        let tile = heads.tile();
         self.words.clear();
         self.stream.resize(rows * h, 0.0);
         self.turns.resize(half, (0.0, 0.0));

@@ -1,5 +1,6 @@
 //! [`Session`] on an adapter: rows of chunks go through the layers in passes, whose commands are submitted together.
 
+use crate::ahead::Seats;
 use crate::buffers::Buffers;
 use crate::gpu::LaunchPass;
 use crate::kernels::DRAW_PARTS;
@@ -7,8 +8,7 @@ use crate::model::WgpuModel;
 use crate::product::STEP_ROWS;
 use crate::program::{Attended, Program};
 use crate::rows::{Batch, Mark, RowsLayout, Span, StepShape, passes};
-use crate::seats::Seats;
-use crate::sizes::Sizes;
+use crate::sizes::{Part, Sizes};
 use crate::timer::Timer;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::interface::{
@@ -124,8 +124,12 @@ impl WgpuSession {
         let (model, b, heads) = (&self.model, &self.buffers, &self.program.heads);
         let layout = (self.batch).fill(model, chunks, spans, &self.tables, heads)?;
         let gpu = &model.gpu;
-        gpu.write(&b.batch, 0, bytemuck::cast_slice(&self.batch.words));
-        gpu.write(&b.stream, 0, bytemuck::cast_slice(&self.batch.stream));
+        gpu.write(&b[Part::Batch], 0, bytemuck::cast_slice(&self.batch.words));
+        gpu.write(
+            &b[Part::Stream],
+            0,
+            bytemuck::cast_slice(&self.batch.stream),
+        );
         gpu.write(&b.step, 0, bytemuck::cast_slice(&layout.step));
         Ok(layout)
     }
@@ -176,8 +180,8 @@ impl WgpuSession {
             }
             let bytes = 4 * together * width;
             let from = match wanted {
-                Wanted::Logits => &b.logits,
-                Wanted::Hidden => &b.head_in,
+                Wanted::Logits => &b[Part::Logits],
+                Wanted::Hidden => &b[Part::HeadIn],
             };
             if bytes > 0 {
                 encoder.copy_buffer_to_buffer(from, 0, &b.results, 0, bytes as u64);
@@ -256,8 +260,8 @@ impl WgpuSession {
             }
         }
         let (from, to, each) = match shape.draws {
-            true => (&b.best, &b.drawn, 8 * DRAW_PARTS),
-            false => (&b.logits, &b.results, 4 * model.config.vocab_size),
+            true => (&b[Part::Best], &b.drawn, 8 * DRAW_PARTS),
+            false => (&b[Part::Logits], &b.results, 4 * model.config.vocab_size),
         };
         encoder.copy_buffer_to_buffer(from, 0, to, 0, (rows * each) as u64);
         if let Some(timer) = timer {

@@ -3,6 +3,7 @@
 use crate::experts::group_words;
 use crate::kernels::{DRAW_PARTS, Heads, SPLITS};
 use crate::model::WgpuModel;
+use crate::pack::UNIT;
 use crate::product::STEP_ROWS;
 use crate::recurrence::state_len;
 use nq_kernels::DeltaShape;
@@ -21,6 +22,63 @@ const HEAD_ROWS: usize = 64;
 /// and the place of the sequence's state.
 pub(crate) const ROW_WORDS: usize = 4;
 
+/// Declares [`Part`], and lists its values in order.
+macro_rules! parts {
+    ($($(#[$doc:meta])* $part:ident,)*) => {
+        /// A buffer that all layers of a session use, or its head.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Part {
+            $($(#[$doc])* $part,)*
+        }
+
+        impl Part {
+            /// All of them, in order.
+            pub(crate) const ALL: [Part; [$(Part::$part),*].len()] = [$(Part::$part),*];
+        }
+    };
+}
+
+parts! {
+    /// `[rows, hidden]`: the residual stream, and what a norm makes of it.
+    Stream,
+    Normed,
+    /// Queries with their gates, keys and values; or what goes into a recurrence.
+    Qkv,
+    /// `[rows, heads, head_dim]`: the output of attention, or of a recurrence.
+    Attended,
+    /// `[rows, intermediate]`
+    Gated,
+    /// Gates and what they multiply, where these are in weights of different kinds.
+    GateUp,
+    /// Rates of recurrences, and what their convolutions give.
+    Rates,
+    Mixed,
+    /// Scores of experts and of the shared one.
+    Scores,
+    SharedScores,
+    /// `[rows, routes, 2]`: chosen experts, and bits of their weights.
+    Routes,
+    /// The routes of a prompt's rows by expert.
+    Groups,
+    /// `[rows, routes, width]`: what experts gate; and `[rows, routes, hidden]`: what they give, in prompts alone.
+    ExpertsGated,
+    ExpertsOut,
+    /// Inputs as bytes, and their scales.
+    Rounded,
+    RoundedScales,
+    /// Positions and page tables, tiles of attention, wanted rows, cosines and sines.
+    Batch,
+    /// Sums of attention over parts of the keys.
+    Parts,
+    /// A page or a state on its way from one place to another.
+    Moved,
+    /// `[head rows, hidden]` and `[head rows, vocab]`
+    HeadIn,
+    Logits,
+    /// `[rows of a step, DRAW_PARTS, 2]`: the best logits of parts of the vocabulary, and their tokens.
+    Best,
+}
+
 /// Sizes of a session's buffers, in bytes unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
@@ -28,33 +86,10 @@ pub(crate) struct Sizes {
     pub(crate) rows: usize,
     /// Rows of them that the head takes together.
     pub(crate) head_rows: usize,
-    pub(crate) stream: usize,
-    pub(crate) normed: usize,
-    pub(crate) qkv: usize,
-    pub(crate) attended: usize,
-    pub(crate) gated: usize,
-    pub(crate) gate_up: usize,
-    /// Rates of recurrences, and what their convolutions give.
-    pub(crate) rates: usize,
-    pub(crate) mixed: usize,
-    /// Scores of experts and of the shared one, which are chosen, and these in groups.
-    pub(crate) scores: usize,
-    pub(crate) shared_scores: usize,
-    pub(crate) routes: usize,
-    pub(crate) groups: usize,
-    /// What the experts of rows gate, and what they give.
-    pub(crate) experts_gated: usize,
-    pub(crate) experts_out: usize,
-    pub(crate) rounded: usize,
-    pub(crate) rounded_scales: usize,
-    pub(crate) batch: usize,
-    pub(crate) parts: usize,
-    pub(crate) head_in: usize,
-    pub(crate) logits: usize,
-    /// Best tokens of the rows of a step.
-    pub(crate) best: usize,
+    /// In the order of [`Part::ALL`].
+    parts: [usize; Part::ALL.len()],
     /// Norms' gains, and vectors of heads.
-    pub(crate) vectors: usize,
+    vectors: usize,
     /// Pages.
     pages: usize,
     /// Bytes of a page in a layer: keys, values, and their scales.
@@ -65,8 +100,6 @@ pub(crate) struct Sizes {
     /// The states of a layer, of sequences and snapshots, and one of them.
     pub(crate) states: usize,
     pub(crate) state: usize,
-    /// A page or a state on its way from one place to another.
-    pub(crate) moved: usize,
 }
 
 /// Bytes of a layer's page: of its keys, of its values, and of scales of both.
@@ -84,51 +117,46 @@ impl Sizes {
     pub(crate) fn new(model: &WgpuModel, spec: &SessionSpec) -> Self {
         let c = &model.config;
         let rows = spec.max_rows.clamp(1, PASS_ROWS);
-        let head_rows = rows.min(HEAD_ROWS);
+        let (head_rows, step) = (rows.min(HEAD_ROWS), rows.min(STEP_ROWS));
         let floats = |n: usize| 4 * rows * n;
-        let heads = c.num_attention_heads;
         let mlp = c.experts.map_or(c.intermediate_size, |e| e.shared);
         let routed = |values: fn(&Experts) -> usize| c.experts.as_ref().map_or(0, values);
         let (apart, rounded) = (model.has_gates_apart(), model.rounded_inputs());
-        let step = rows.min(STEP_ROWS);
         let tables = spec.slots.min(rows) * spec.ctx.div_ceil(PAGE);
-        let parts = step * heads * SPLITS;
         let page = page_parts(c, spec.kv);
         let delta = shape_of(c);
         let of_delta = |values: fn(&DeltaShape) -> usize| delta.as_ref().map_or(0, values);
         let state = 4 * of_delta(state_len);
         let recurrent_layers = c.layers().filter(|l| is_recurrent(l)).count();
+        let heads = Heads::of(c, spec.kv).row();
+        let bytes = |part: Part| match part {
+            Part::Stream | Part::Normed => floats(c.hidden_size),
+            Part::Qkv => floats(heads.max(of_delta(DeltaShape::stride))),
+            Part::Attended => floats(c.q_dim().max(of_delta(DeltaShape::values))),
+            Part::Gated => floats(mlp),
+            Part::GateUp => floats(if apart { 2 * mlp } else { 0 }),
+            Part::Rates => floats(of_delta(|d| 2 * d.value_heads)),
+            Part::Mixed => floats(of_delta(DeltaShape::channels)),
+            Part::Scores => floats(routed(|e| e.count)),
+            Part::SharedScores => floats(routed(|e| e.shared.min(1))),
+            Part::Routes => 2 * floats(routed(|e| e.per_token)),
+            Part::Groups => 4 * c.experts.map_or(0, |e| group_words(&e, rows)),
+            Part::ExpertsGated => floats(routed(|e| e.per_token * e.width)),
+            Part::ExpertsOut if rows > STEP_ROWS => floats(routed(|e| e.per_token) * c.hidden_size),
+            Part::ExpertsOut => 0,
+            Part::Rounded => rows * rounded,
+            Part::RoundedScales => 8 * rows * rounded / UNIT,
+            Part::Batch => 4 * (rows * (ROW_WORDS + 7 + c.rotary_dims()) + tables),
+            Part::Parts => 4 * step * c.num_attention_heads * SPLITS * (c.head_dim + 2),
+            Part::Moved => page[0].max(state),
+            Part::HeadIn => 4 * head_rows * c.hidden_size,
+            Part::Logits => 4 * head_rows * c.vocab_size,
+            Part::Best => 8 * step * DRAW_PARTS,
+        };
         Sizes {
             rows,
             head_rows,
-            stream: floats(c.hidden_size),
-            normed: floats(c.hidden_size),
-            qkv: floats(
-                Heads::of(c, spec.kv)
-                    .row()
-                    .max(of_delta(DeltaShape::stride)),
-            ),
-            attended: floats(c.q_dim().max(of_delta(DeltaShape::values))),
-            gated: floats(mlp),
-            gate_up: if apart { floats(2 * mlp) } else { 0 },
-            rates: floats(of_delta(|d| 2 * d.value_heads)),
-            mixed: floats(of_delta(DeltaShape::channels)),
-            scores: floats(routed(|e| e.count)),
-            shared_scores: floats(routed(|e| e.shared.min(1))),
-            routes: 2 * floats(routed(|e| e.per_token)),
-            groups: 4 * c.experts.map_or(0, |e| group_words(&e, rows)),
-            experts_gated: floats(routed(|e| e.per_token * e.width)),
-            experts_out: match rows > STEP_ROWS {
-                true => floats(routed(|e| e.per_token) * c.hidden_size),
-                false => 0,
-            },
-            rounded: rows * rounded,
-            rounded_scales: 8 * rows * rounded / crate::pack::UNIT,
-            batch: 4 * (rows * (ROW_WORDS + 7 + c.rotary_dims()) + tables),
-            parts: 4 * parts * (c.head_dim + 2),
-            head_in: 4 * head_rows * c.hidden_size,
-            logits: 4 * head_rows * c.vocab_size,
-            best: 8 * step * DRAW_PARTS,
+            parts: Part::ALL.map(bytes),
             vectors: 4 * model.vector_values(),
             pages: spec.page_count(),
             page,
@@ -136,8 +164,17 @@ impl Sizes {
             recurrent_layers,
             states: (spec.slots + spec.snapshot_count()) * state,
             state,
-            moved: page[0].max(state),
         }
+    }
+
+    /// Those of a part.
+    pub(crate) fn part(&self, part: Part) -> usize {
+        self.parts[part as usize]
+    }
+
+    /// Results on their way to the host: logits, or rows behind the final norm.
+    pub(crate) fn results(&self) -> usize {
+        self.part(Part::Logits).max(self.part(Part::HeadIn))
     }
 
     /// Keys, values or scales of a layer, in order.
@@ -160,32 +197,9 @@ impl Sizes {
         self.recurrent_layers * self.state
     }
 
-    /// Everything else: results are copied to a buffer of their own, from which the host reads them.
+    /// Everything else.
     pub(crate) fn scratch(&self) -> usize {
-        let rows = [
-            self.stream,
-            self.normed,
-            self.qkv,
-            self.attended,
-            self.gated,
-        ];
-        let mlp = [self.gate_up, self.rounded, self.rounded_scales];
-        let mixers = [self.rates, self.mixed, self.scores, self.shared_scores];
-        let experts = [
-            self.routes,
-            self.groups,
-            self.experts_gated,
-            self.experts_out,
-        ];
-        let attention = [self.batch, self.parts, self.moved];
-        let head = [
-            self.head_in,
-            2 * self.logits.max(self.head_in),
-            2 * self.best,
-            self.vectors,
-        ];
-        let all = (rows.iter().chain(&mlp).chain(&mixers)).chain(&experts);
-        let all = all.chain(&attention).chain(&head);
-        all.sum()
+        let parts = self.parts.iter().sum::<usize>();
+        parts + self.results() + self.part(Part::Best) + self.vectors
     }
 }

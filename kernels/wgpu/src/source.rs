@@ -5,6 +5,7 @@
 //! by numbers that the driver's compiler knows.
 
 use std::fmt::Write;
+use std::str::Lines;
 
 /// The text of a kernel, and the values of its constants.
 #[derive(Clone, Debug, Default)]
@@ -63,41 +64,55 @@ impl KernelSource {
         }
         let step = include_str!("wgsl/step.wgsl");
         for file in [step].iter().chain(&self.files) {
-            let lines: Vec<&str> = file.lines().collect();
-            self.expand(&lines, &mut Vec::new(), &mut out);
+            let rest = self.expand(&mut file.lines(), true, &mut Vec::new(), &mut out);
+            assert_eq!(rest, None, "a line that ends what did not begin");
         }
         out
     }
 
-    /// Appends `lines`, in which loop variables have these values.
-    fn expand(&self, lines: &[&str], values: &mut Vec<(char, u32)>, out: &mut String) {
-        let mut at = 0;
-        while at < lines.len() {
-            let line = lines[at];
-            if let Some(flag) = line.strip_prefix("#if ") {
-                let block = Block::of(lines, at);
-                let (then, otherwise) = block.branches(lines);
-                let chosen = match self.flags.contains(&flag.trim()) {
-                    true => then,
-                    false => otherwise,
-                };
-                self.expand(chosen, values, out);
-                at = block.end + 1;
-            } else if let Some(head) = line.strip_prefix("#for ") {
-                let block = Block::of(lines, at);
-                let (name, count) = self.repeated(head);
-                for value in 0..count {
-                    values.push((name, value));
-                    self.expand(&lines[at + 1..block.end], values, out);
-                    values.pop();
+    /// Appends the lines up to the `#else` or `#end` that is not theirs, which is returned, if they are `live`; loop
+    /// variables have these values.
+    fn expand<'a>(
+        &self,
+        lines: &mut Lines<'a>,
+        live: bool,
+        values: &mut Vec<(char, u32)>,
+        out: &mut String,
+    ) -> Option<&'a str> {
+        while let Some(line) = lines.next() {
+            match line.split_once(' ') {
+                Some(("#if", flag)) => {
+                    let set = self.flags.contains(&flag.trim());
+                    let end = self.expand(lines, live && set, values, out);
+                    if end.expect("#end") == "#else" {
+                        let end = self.expand(lines, live && !set, values, out);
+                        end.expect("#end");
+                    }
                 }
-                at = block.end + 1;
-            } else {
-                out.push_str(&substituted(line, values));
-                out.push('\n');
-                at += 1;
+                // Constants of what is left out may be missing.
+                Some(("#for", head)) if live => {
+                    let (name, count) = self.repeated(head);
+                    for value in 0..count {
+                        values.push((name, value));
+                        self.expand(&mut lines.clone(), live, values, out);
+                        values.pop();
+                    }
+                    let end = self.expand(lines, false, values, out);
+                    end.expect("#end");
+                }
+                Some(("#for", _)) => {
+                    let end = self.expand(lines, false, values, out);
+                    end.expect("#end");
+                }
+                _ if line == "#else" || line == "#end" => return Some(line),
+                _ if live => {
+                    out.push_str(&substituted(line, values));
+                    out.push('\n');
+                }
+                _ => (),
             }
         }
+        None
     }
 
     /// The variable of a `#for` line, and how often it repeats.
@@ -106,45 +121,6 @@ impl KernelSource {
         let known = self.integers.iter().find(|(known, _)| *known == count);
         let count = known.map_or_else(|| count.parse().expect("a constant"), |known| known.1);
         (name.chars().next().expect("a letter"), count)
-    }
-}
-
-/// An `#if` or `#for` and its lines.
-struct Block {
-    begin: usize,
-    otherwise: Option<usize>,
-    end: usize,
-}
-
-impl Block {
-    fn of(lines: &[&str], begin: usize) -> Self {
-        let (mut depth, mut otherwise) = (0, None);
-        for (at, line) in lines.iter().enumerate().skip(begin + 1) {
-            match *line {
-                "#end" if depth == 0 => {
-                    return Block {
-                        begin,
-                        otherwise,
-                        end: at,
-                    };
-                }
-                "#end" => depth -= 1,
-                "#else" if depth == 0 => otherwise = Some(at),
-                line if line.starts_with("#if ") || line.starts_with("#for ") => depth += 1,
-                _ => (),
-            }
-        }
-        panic!("{} has no #end", lines[begin])
-    }
-
-    fn branches<'a, 'b>(&self, lines: &'a [&'b str]) -> (&'a [&'b str], &'a [&'b str]) {
-        match self.otherwise {
-            None => (&lines[self.begin + 1..self.end], &[]),
-            Some(otherwise) => (
-                &lines[self.begin + 1..otherwise],
-                &lines[otherwise + 1..self.end],
-            ),
-        }
     }
 }
 

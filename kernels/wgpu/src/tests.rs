@@ -7,9 +7,8 @@ mod experts;
 mod products;
 mod recurrence;
 
-use crate::gpu::{Binding, Gpu, Grid, LaunchPass};
-use crate::kernels::DRAW_PARTS;
-use crate::kernels::{DRAW, NORM, NORM_ROUND, draw, norm};
+use crate::gpu::{Gpu, Grid, LaunchPass};
+use crate::kernels::{DRAW_PARTS, draw, norm};
 use crate::linear::{Linear, Purpose};
 use crate::session::best_token;
 use crate::source::KernelSource;
@@ -31,16 +30,22 @@ fn gpu() -> Option<Gpu> {
 }
 
 /// Runs a kernel once.
-fn run(gpu: &Gpu, source: &KernelSource, bindings: &[Binding], buffers: &[&Buffer], grid: Grid) {
-    let kernel = gpu.kernel(source, bindings).unwrap();
-    let bound = gpu.bind(bindings, buffers).unwrap();
+fn run(gpu: &Gpu, source: &KernelSource, buffers: &[&Buffer], grid: Grid) {
+    let kernel = gpu.bound(source, buffers).unwrap();
+    launch(gpu, |pass| kernel.launch(pass, grid));
+}
+
+/// Runs what `launches` adds to a pass.
+fn launch(gpu: &Gpu, launches: impl FnOnce(&mut LaunchPass<'_>)) {
     let mut encoder = gpu.encoder();
-    {
-        let mut pass = LaunchPass::new(&mut encoder, None);
-        pass.launch(&kernel, &bound, grid);
-    }
+    launches(&mut LaunchPass::new(&mut encoder, None));
     gpu.submit(encoder);
     gpu.finish().unwrap();
+}
+
+/// Sizes of a pass of `rows` rows.
+fn sizes(gpu: &Gpu, rows: usize) -> Buffer {
+    gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap()
 }
 
 /// The first `n` values of a buffer.
@@ -74,11 +79,11 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
         gpu.upload("x", &x).unwrap(),
     );
     let y = gpu.buffer("y", 16 * hidden).unwrap();
-    let buffers = [&step, &batch, &gains, &x, &y];
-    run(&gpu, &norm(hidden, eps), &NORM, &buffers, Grid::new(4, 1));
+    let buffers = [&step, &x, &batch, &gains, &y];
+    run(&gpu, &norm(hidden, eps), &buffers, Grid::new(4, 1));
     assert!(nmse(&read(&gpu, &y, 4 * hidden), &expected) < 1e-11);
     let gathers = norm(hidden, eps).flag("GATHER", true);
-    run(&gpu, &gathers, &NORM, &buffers, Grid::new(2, 1));
+    run(&gpu, &gathers, &buffers, Grid::new(2, 1));
     let wanted = [&expected[3 * hidden..], &expected[hidden..2 * hidden]].concat();
     assert!(nmse(&read(&gpu, &y, 2 * hidden), &wanted) < 1e-11);
     // The same in bytes, and their scales.
@@ -87,8 +92,8 @@ fn rows_are_normalized_in_the_order_that_is_wanted() {
         gpu.buffer("bytes", 4 * hidden).unwrap(),
         gpu.buffer("scales", hidden).unwrap(),
     );
-    let buffers = [&step, &batch, &gains, &x, &codes, &scales];
-    run(&gpu, &rounds, &NORM_ROUND, &buffers, Grid::new(4, 1));
+    let buffers = [&step, &x, &batch, &gains, &codes, &scales];
+    run(&gpu, &rounds, &buffers, Grid::new(4, 1));
     let (codes, scales) = (read(&gpu, &codes, hidden), read(&gpu, &scales, hidden / 4));
     let codes: Vec<i8> = codes
         .iter()
@@ -116,14 +121,13 @@ fn operations_are_timed_while_they_are_profiled() {
     let mut timer = gpu.timer().unwrap().unwrap();
     let logits = gpu.upload("logits", &normal(1 << 16, 9)).unwrap();
     let best = gpu.buffer("best", 8 * DRAW_PARTS).unwrap();
-    let kernel = gpu.kernel(&draw(1 << 16), &DRAW).unwrap();
-    let bound = gpu.bind(&DRAW, &[&logits, &best]).unwrap();
+    let kernel = gpu.bound(&draw(1 << 16), &[&logits, &best]).unwrap();
     let mut encoder = gpu.encoder();
     // Two lists, the first with two operations.
     for ops in [&["a", "b"][..], &["a"]] {
         let mut pass = LaunchPass::new(&mut encoder, Some(&mut timer));
         for op in ops {
-            pass.launch(&kernel, &bound, Grid::new(1, DRAW_PARTS));
+            kernel.launch(&mut pass, Grid::new(1, DRAW_PARTS));
             pass.ends((op, "draw", Dims::new(1, 1)), 100);
         }
     }
@@ -152,7 +156,7 @@ fn the_first_of_the_best_tokens_is_drawn() {
         gpu.buffer("best", 4 * 8 * DRAW_PARTS).unwrap(),
     );
     let grid = Grid::new(4, DRAW_PARTS);
-    run(&gpu, &draw(vocab), &DRAW, &[&rows, &best], grid);
+    run(&gpu, &draw(vocab), &[&rows, &best], grid);
     let found = read(&gpu, &best, 4 * 2 * DRAW_PARTS);
     let found: Vec<Option<u32>> = found
         .chunks_exact(2 * DRAW_PARTS)
@@ -170,7 +174,7 @@ fn what_fails_is_named() {
         .to_string();
     assert!(too_much.contains("everything needs"), "{too_much}");
     let broken = KernelSource::new(&["fn main() { unknown(); }"]);
-    let refused = gpu.kernel(&broken, &[]).err().unwrap().to_string();
+    let refused = gpu.kernel(&broken).err().unwrap().to_string();
     assert!(
         refused.contains("wgpu:0") && refused.contains("unknown"),
         "{refused}"

@@ -103,7 +103,7 @@ impl CandleModel {
 /// [`Error::Unsupported`] for anything that this engine cannot do.
 fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
     let gpus = match options.device {
-        DeviceChoice::Auto | DeviceChoice::Cpu => None,
+        DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::WgpuOrCpu(_) => None,
         DeviceChoice::Cuda(n) => Some(format!("cuda:{n}")),
         DeviceChoice::Gpus(several) => Some(several.to_string()),
         DeviceChoice::AllGpus => Some("cuda:all".into()),

@@ -2,6 +2,7 @@
 
 use super::{gpu, wgpu};
 use nq_f32::CpuOps;
+use nq_formats::{Checkpoint, Progress};
 use nq_kernels::grad::GradWork;
 use nq_runtime::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
 use nq_runtime::{Error, Result};
@@ -76,8 +77,8 @@ impl Device {
 }
 
 impl Device {
-    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: other GPUs,
-    /// of which none but NVIDIA's has been tried, are asked for by name.
+    /// The device that `choice` names. `Auto` takes the first NVIDIA GPU that is usable, or else the CPU: whether another
+    /// GPU serves depends on the model ([`Device::for_model`]).
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.
@@ -100,6 +101,7 @@ impl Device {
                 several.as_slice(),
                 several.to_string(),
             ),
+            DeviceChoice::WgpuOrCpu(number) => Ok(Device::Wgpu(number)),
             DeviceChoice::Wgpu(number) => {
                 let name = number.map_or("gpu".into(), |n| format!("wgpu:{n}"));
                 let found = wgpu::choose(number).map_err(|why| absent(name, why));
@@ -109,6 +111,23 @@ impl Device {
                 let found = gpu::count().and_then(all);
                 found.map_err(|why| absent("cuda:all".into(), why))
             }
+        }
+    }
+
+    /// What `choice` means for the model of `checkpoint`: `Auto`, where no NVIDIA GPU is usable, is the first other GPU over
+    /// `wgpu`, never software. A model that sees images, and one that runs with what `beside` names, such as adapters,
+    /// stays on the CPU, as kernels there have neither; so do shapes that they refuse. That is said in a line.
+    pub fn for_model(
+        choice: DeviceChoice,
+        checkpoint: &Checkpoint,
+        beside: Option<&str>,
+        progress: &dyn Progress,
+    ) -> DeviceChoice {
+        match wgpu::choose(None) {
+            Ok(number) if choice == DeviceChoice::Auto && gpu::first().is_err() => {
+                or_cpu(number, checkpoint, beside, progress)
+            }
+            _ => choice,
         }
     }
 
@@ -122,6 +141,27 @@ impl Device {
         }
         has_nvidia_gpu(Path::new("/")).then_some(why)
     }
+}
+
+/// The adapter of this number for the model of `checkpoint`, or the CPU, as [`Device::for_model`] says.
+fn or_cpu(
+    number: usize,
+    checkpoint: &Checkpoint,
+    beside: Option<&str>,
+    progress: &dyn Progress,
+) -> DeviceChoice {
+    let images = checkpoint.vision().map(|_| "images");
+    let lacks = beside
+        .or(images)
+        .map(|what| format!("it does not run {what}"));
+    let shape = || wgpu::unserved(checkpoint.config()).map(|e| e.to_string());
+    let Some(why) = lacks.or_else(shape) else {
+        return DeviceChoice::WgpuOrCpu(number);
+    };
+    progress.note(&format!(
+        "wgpu:{number} is left alone, the CPU runs this model: {why}"
+    ));
+    DeviceChoice::Cpu
 }
 
 /// All of `count` GPUs, which are at least one.
@@ -153,6 +193,7 @@ fn has_nvidia_gpu(root: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_model::vision::ImageTokens;
 
     #[test]
     fn all_gpus_are_one_or_a_list_of_up_to_eight() {
@@ -160,6 +201,42 @@ mod tests {
         let two = Ordinals::new(&[0, 1]).unwrap();
         assert_eq!(all(2), Ok(Device::Gpus(two)));
         assert_eq!(all(9), Err("expected at most 8 GPUs, found 9".into()));
+    }
+
+    #[test]
+    fn models_that_need_more_than_an_adapter_runs_stay_on_the_cpu() {
+        let demo = Checkpoint::open(Path::new("../../assets/demo")).unwrap();
+        let taken = |checkpoint: &Checkpoint, beside| or_cpu(3, checkpoint, beside, &());
+        assert_eq!(taken(&demo, None), DeviceChoice::WgpuOrCpu(3));
+        assert_eq!(taken(&demo, Some("drafts")), DeviceChoice::Cpu);
+        let tokens = ImageTokens {
+            pad: 1,
+            start: 2,
+            end: 3,
+        };
+        let tower = nq_testkit::sees::tower(tokens);
+        let sees = Checkpoint::open(Path::new("../../assets/demo")).unwrap();
+        let sees = sees.with_random_tower(tower, 0);
+        assert_eq!(taken(&sees, None), DeviceChoice::Cpu);
+        // What is asked for by name is not changed.
+        for choice in [DeviceChoice::Cpu, DeviceChoice::Wgpu(Some(0))] {
+            assert_eq!(Device::for_model(choice, &demo, None, &()), choice);
+        }
+    }
+
+    /// Software is asked for by name alone.
+    #[test]
+    fn other_gpus_are_taken_where_there_is_no_cuda() {
+        let demo = Checkpoint::open(Path::new("../../assets/demo")).unwrap();
+        let adapter = wgpu::adapters().iter().position(|a| a.hardware);
+        let expected = match adapter.filter(|_| gpu::first().is_err()) {
+            Some(number) => DeviceChoice::WgpuOrCpu(number),
+            None => DeviceChoice::Auto,
+        };
+        assert_eq!(
+            Device::for_model(DeviceChoice::Auto, &demo, None, &()),
+            expected
+        );
     }
 
     #[test]

@@ -77,7 +77,7 @@ use nq_formats::{Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
 use nq_model::ModelConfig;
-use nq_runtime::interface::{Engine, EngineKind, LoadOptions, Ordinals, Planner};
+use nq_runtime::interface::{DeviceChoice, Engine, EngineKind, LoadOptions, Ordinals, Planner};
 use nq_runtime::stepper::{LayerStepper, Stepper};
 use nq_runtime::{Error, Result};
 use std::sync::Arc;
@@ -100,6 +100,13 @@ pub fn load(
         }
         return candle::load(config, store, options, progress);
     }
+    if let DeviceChoice::WgpuOrCpu(_) = options.device {
+        if let Some(engine) = load_on_adapter(config, store, options, progress)? {
+            return Ok(engine);
+        }
+        let device = DeviceChoice::Cpu;
+        return load(config, store, &LoadOptions { device, ..*options }, progress);
+    }
     let device = Device::choose(options.device)?;
     if options.split.is_some() && !matches!(device, Device::Gpus(_)) {
         return Err(Error::Unsupported {
@@ -120,6 +127,31 @@ pub fn load(
             check_parallel(options, several)?;
             gpu::load_parallel(config, store, options, several, progress)
         }
+    }
+}
+
+/// Loads a model on the adapter that [`DeviceChoice::WgpuOrCpu`] names. `None` where something else is chosen, and where
+/// the adapter refuses the model or has no room for it, which is said: the CPU is to run it then.
+///
+/// # Errors
+/// Errors of reading the model.
+pub fn load_on_adapter(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    progress: &dyn Progress,
+) -> Result<Option<Arc<dyn Engine>>> {
+    let DeviceChoice::WgpuOrCpu(number) = options.device else {
+        return Ok(None);
+    };
+    match wgpu::load(config, store, options, number, progress) {
+        Err(why @ (Error::Unsupported { .. } | Error::Device { .. })) => {
+            progress.note(&format!(
+                "wgpu:{number} is left alone, the CPU runs this model: {why}"
+            ));
+            Ok(None)
+        }
+        loaded => loaded.map(Some),
     }
 }
 
@@ -171,6 +203,40 @@ pub fn stepper(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What an adapter refuses, and one that is not there, is said in a line, and the CPU runs the model.
+    #[test]
+    fn what_an_adapter_refuses_runs_on_the_cpu() {
+        struct Notes(std::sync::Mutex<Vec<String>>);
+        impl Progress for Notes {
+            fn note(&self, message: &str) {
+                self.0.lock().unwrap().push(message.to_owned());
+            }
+        }
+        let demo = std::path::Path::new("../../assets/demo");
+        let demo = nq_formats::Checkpoint::open(demo).unwrap();
+        for number in [0, 999] {
+            let options = LoadOptions {
+                device: DeviceChoice::WgpuOrCpu(number),
+                kernels: KernelSet::Reference,
+                ..LoadOptions::default()
+            };
+            let notes = Notes(std::sync::Mutex::default());
+            let engine = load(demo.config(), demo.store(), &options, &notes).unwrap();
+            assert!(
+                engine.description().device.contains("cpu"),
+                "{}",
+                engine.description().device
+            );
+            let notes = notes.0.into_inner().unwrap();
+            let left = format!("wgpu:{number} is left alone, the CPU runs this model");
+            assert_eq!(
+                notes.iter().filter(|n| n.contains(&left)).count(),
+                1,
+                "{notes:?}"
+            );
+        }
+    }
 
     #[test]
     fn several_gpus_refuse_reference_kernels_and_experts_on_the_cpu() {

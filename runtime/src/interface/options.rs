@@ -27,6 +27,9 @@ pub enum DeviceChoice {
     /// A GPU over Vulkan, Metal or Direct3D 12: the adapter of this number, or the first that is a GPU; an error if it is
     /// absent.
     Wgpu(Option<usize>),
+    /// What `Auto` becomes for a model where no NVIDIA GPU is usable: the adapter of this number, or the CPU for what that
+    /// refuses.
+    WgpuOrCpu(usize),
 }
 
 impl FromStr for DeviceChoice {

@@ -41,6 +41,7 @@ pub(super) fn find(
     problems: &mut Vec<Problem>,
 ) -> anyhow::Result<ModelFinding> {
     let found = model::open(Some(name), global, terminal)?;
+    let global = &global.for_model(&found.checkpoint, None, terminal);
     let (checkpoint, options) = (&found.checkpoint, global.load_options());
     let device = Device::choose(global.device)?;
     let tower = nq_load::tower_device(checkpoint, &options, terminal)?;

@@ -22,7 +22,9 @@ use nq_kernels::pages::PAGE;
 use nq_load::Drafts;
 use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
-use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
+use nq_runtime::{
+    ChatTemplate, DeviceChoice, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec,
+};
 use nq_serve::about::{self, About, AboutTower};
 use nq_serve::room::{self, RoomError, ServedSession, Wanted};
 use nq_serve::{EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
@@ -42,6 +44,8 @@ pub(super) struct LoadingSettings {
     sight: SightOptions,
     /// Number of models that share the memory for keys and values.
     models: u64,
+    /// True if models may be loaded beside one another.
+    several: bool,
     /// Keys and values on disk, which survive the server.
     pages: Option<Arc<PageStore>>,
     /// The drafter of models whose drafter has no weights.
@@ -84,6 +88,7 @@ impl LoadingSettings {
             kv_memory: args.kv_memory,
             state_memory: args.state_memory,
             models: models.max(1) as u64,
+            several: models > 1 || args.models_dir.is_some(),
             pages,
             draft: args.draft.clone().filter(|d| !d.has_weights()),
         })
@@ -129,6 +134,11 @@ impl Loadable {
         if let Some(n) = settings.ctx.filter(|n| !(2..=trained).contains(n)) {
             bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}");
         }
+        let mut settings = settings.clone();
+        let drafts = settings.draft.as_ref().map(|_| "drafts");
+        let beside = drafts.or(settings.several.then_some("several models in one server"));
+        settings.load.device =
+            Device::for_model(settings.load.device, &checkpoint, beside, &**terminal);
         let draft = match &settings.draft {
             Some(_) => None,
             None => draft::by_default(&checkpoint, &settings.load)?,
@@ -140,7 +150,7 @@ impl Loadable {
             asked: settings.draft.clone(),
             draft,
             adapters: Vec::new(),
-            settings: settings.clone(),
+            settings,
             terminal: Arc::clone(terminal),
         })
     }
@@ -148,10 +158,20 @@ impl Loadable {
     /// With the drafter that was asked for, if it has weights.
     pub(super) fn with_draft(mut self, draft: Option<DraftWeights>) -> Self {
         if let Some(draft) = draft {
+            self.runs_beside("drafts");
             self.asked = Some(draft.named());
             self.draft = Some(draft);
         }
         self
+    }
+
+    /// Leaves an adapter that `auto` took, if kernels there do not run what goes beside the model.
+    fn runs_beside(&mut self, beside: &str) {
+        let device = &mut self.settings.load.device;
+        if let DeviceChoice::WgpuOrCpu(_) = device {
+            let (auto, progress) = (DeviceChoice::Auto, &*self.terminal);
+            *device = Device::for_model(auto, &self.checkpoint, Some(beside), progress);
+        }
     }
 
     /// With adapters beside its weights.
@@ -160,6 +180,7 @@ impl Loadable {
     /// An adapter of another model, or one that can only be merged; several GPUs.
     pub(super) fn with_adapters(mut self, adapters: &[AdapterArg]) -> anyhow::Result<Self> {
         if !adapters.is_empty() {
+            self.runs_beside("adapters beside a model");
             check_device(&self.settings.load)?;
         }
         self.adapters = adapters.to_vec();
@@ -188,9 +209,14 @@ impl Loadable {
     /// # Errors
     /// [`RoomError::Short`] if it does not fit the memory, nor would if weights for which there is no room lie in a file.
     pub(super) fn load(&self, first: bool) -> anyhow::Result<Loaded> {
-        let options = &self.settings.load;
+        let mut options = self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         let loras = self.loras()?;
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let loaded = nq_load::load_on_adapter(config, store, &options, &*self.terminal)?;
+        if let (DeviceChoice::WgpuOrCpu(_), None) = (options.device, &loaded) {
+            options.device = DeviceChoice::Cpu;
+        }
         let mut beside = 0;
         if Device::choose(options.device)? == Device::Cpu {
             let least = self.spec(PAGE, 1);
@@ -199,7 +225,7 @@ impl Loadable {
             let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
             let draft = draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let adapters = adapter_bytes(checkpoint.config(), &loras, least.max_rows)?;
-            let images = SightBytes::plan(checkpoint, options, &self.settings.sight)?;
+            let images = SightBytes::plan(checkpoint, &options, &self.settings.sight)?;
             beside = images.as_ref().map_or(0, SightBytes::total);
             let in_file = if first { running.layers } else { 0 };
             let needed = running.peak - in_file + draft + adapters as u64 + beside;
@@ -223,8 +249,10 @@ impl Loadable {
                 return Err(RoomError::Short { needed, free, help }.into());
             }
         }
-        let (config, store) = (checkpoint.config(), checkpoint.store());
-        let mut engine = nq_load::load(config, store, options, &*self.terminal)?;
+        let mut engine = match loaded {
+            Some(engine) => engine,
+            None => nq_load::load(config, store, &options, &*self.terminal)?,
+        };
         if !loras.is_empty() {
             engine = engine.with_adapters(&loras, &[])?;
         }

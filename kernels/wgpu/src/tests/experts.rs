@@ -1,10 +1,12 @@
 //! Mixtures: the choice of experts, and products with those that are chosen.
 
-use super::{gpu, read};
-use crate::experts::{ExpertBuffers, ExpertsOp, group_words};
-use crate::gpu::{Gpu, Grid, LaunchPass};
-use crate::kernels::{NORM, NORM_ROUND, norm};
+use super::{gpu, launch, read, run};
+use crate::buffers::Buffers;
+use crate::experts::{ExpertsOp, group_words};
+use crate::gpu::{Gpu, Grid};
+use crate::kernels::norm;
 use crate::linear::{Linear, Purpose};
+use crate::sizes::Part;
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Activations, Routes, reference};
 use nq_model::{DType, Experts};
@@ -96,52 +98,37 @@ impl Mixture {
         gpu.limits.max_storage_buffer_binding_size = bound;
         let gpu = &*gpu;
         let most = rows.max(20);
-        let floats = |n: usize| gpu.buffer("rows", 4 * most * n).unwrap();
         let routes = shape.per_token;
-        let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
-        let (stream, gains) = (
-            gpu.upload("x", stream).unwrap(),
-            gpu.upload("g", gains).unwrap(),
-        );
         let widest = HIDDEN.max(routes * shape.width);
-        let buffers = ExpertBuffers {
-            step: &step,
-            scores: &gpu.upload("scores", scores).unwrap(),
-            routes: &floats(2 * routes),
-            groups: &gpu.buffer("groups", 4 * group_words(shape, most)).unwrap(),
-            stream: &stream,
-            normed: &floats(HIDDEN),
-            rounded: &floats(widest / 4),
-            rounded_scales: &floats(widest / 16),
-            gated: &floats(routes * shape.width),
-            outputs: &floats(routes * HIDDEN),
-            rows: most,
+        let floats = |n: usize| 4 * most * n;
+        let bytes = |part| match part {
+            Part::Stream | Part::Normed => floats(HIDDEN),
+            Part::Scores => floats(shape.count),
+            Part::Routes => floats(2 * routes),
+            Part::Groups => 4 * group_words(shape, most),
+            Part::ExpertsGated => floats(routes * shape.width),
+            Part::ExpertsOut => floats(routes * HIDDEN),
+            Part::Rounded => floats(widest / 4),
+            Part::RoundedScales => floats(widest / 16),
+            _ => 0,
         };
+        let b = Buffers::of_layers(gpu, most, bytes).unwrap();
+        gpu.write(&b.step, 0, bytemuck::bytes_of(&(rows as u32)));
+        gpu.write(&b[Part::Stream], 0, bytemuck::cast_slice(stream));
+        gpu.write(&b[Part::Scores], 0, bytemuck::cast_slice(scores));
+        let gains = gpu.upload("gains", gains).unwrap();
         let stacks = [&stacks[0], &stacks[1]];
-        let op = ExpertsOp::new(gpu, shape, stacks, (&gains, EPS), &buffers).unwrap();
+        let op = ExpertsOp::new(gpu, shape, stacks, (&gains, EPS), &b).unwrap();
         let rounds = stacks[0].rounds;
         let source = norm(HIDDEN, EPS).flag("ROUND", rounds);
-        // Nothing reads the batch.
-        let batch = gpu.buffer("batch", 16).unwrap();
-        let (kinds, to) = match rounds {
-            true => (
-                &NORM_ROUND[..],
-                &[buffers.rounded, buffers.rounded_scales][..],
-            ),
-            false => (&NORM[..], &[buffers.normed][..]),
-        };
-        let first = [&step, &batch, &gains, &stream];
-        super::run(
-            gpu,
-            &source,
-            kinds,
-            &[&first[..], to].concat(),
-            Grid::new(rows, 1),
-        );
-        let mut encoder = gpu.encoder();
-        op.launch(&mut LaunchPass::new(&mut encoder, None), rows);
-        gpu.submit(encoder);
-        read(gpu, &stream, rows * HIDDEN)
+        let mut buffers = vec![&b.step, &b[Part::Stream], &b[Part::Batch], &gains];
+        match rounds {
+            true => buffers.extend([&b[Part::Rounded], &b[Part::RoundedScales]]),
+            false => buffers.push(&b[Part::Normed]),
+        }
+        run(gpu, &source, &buffers, Grid::new(rows, 1));
+        launch(gpu, |pass| op.launch(pass, rows));
+        read(gpu, &b[Part::Stream], rows * HIDDEN)
     }
 }
 

@@ -1,10 +1,10 @@
 //! Products, of every form of weights and number of rows.
 
-use super::{gpu, read, run};
-use crate::gpu::{Gpu, Grid, LaunchPass};
-use crate::kernels::{ROUND, SILU, round, silu};
+use super::{gpu, launch, read, run, sizes};
+use crate::gpu::{Gpu, Grid};
+use crate::kernels::{round, silu};
 use crate::linear::{Linear, Purpose};
-use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowOperands, RowProduct};
+use crate::product::{BoundProduct, Operands, Outputs, ProductKernels, RowProduct};
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Activations, reference};
 use nq_model::DType;
@@ -12,6 +12,9 @@ use nq_runtime::interface::ActivationChoice;
 use nq_runtime::weights::Census;
 use nq_testkit::compare::nmse;
 use nq_testkit::weights::{affine, blocks, dense, held_as_others, normal};
+
+const INT8: ActivationChoice = ActivationChoice::Int8 { group: 32 };
+const FOUR: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 
 /// The weight of a product of `parts`.
 fn linear(gpu: &Gpu, parts: &[&Weight], gated: bool, choice: ActivationChoice) -> Linear {
@@ -24,57 +27,59 @@ fn linear(gpu: &Gpu, parts: &[&Weight], gated: bool, choice: ActivationChoice) -
     Linear::new(gpu, purpose, parts, &mut Census::default()).unwrap()
 }
 
-/// `x` `[rows, in]` times `parts`, added to `y` where `outputs` says so.
-fn product(
-    gpu: &Gpu,
-    parts: &[&Weight],
+/// A product of `parts` by the kernels of passes.
+struct Checked<'a> {
+    gpu: &'a Gpu,
+    parts: &'a [&'a Weight],
     choice: ActivationChoice,
     outputs: Outputs,
-    x: &[f32],
-) -> Vec<f32> {
-    let gated = outputs == Outputs::Gated;
-    let linear = linear(gpu, parts, gated, choice);
-    assert_eq!(linear.interleaved, gated);
-    let rows = x.len() / linear.inputs;
-    let width = match gated {
-        true => linear.outputs / 2,
-        false => linear.outputs,
-    };
-    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
-    let x = gpu.upload("x", x).unwrap();
-    let y = gpu.upload("y", &vec![1.0; rows * width]).unwrap();
-    let rounded = gpu.buffer("bytes", rows * linear.inputs).unwrap();
-    let scales = gpu.buffer("scales", rows * linear.inputs / 4).unwrap();
-    if linear.rounds {
-        let buffers = [&step, &x, &rounded, &scales];
-        run(
+}
+
+impl Checked<'_> {
+    /// Compares the product of this many rows with the reference.
+    fn rows(&self, rows: usize, case: impl std::fmt::Display) {
+        let Checked {
             gpu,
-            &round(linear.inputs),
-            &ROUND,
-            &buffers,
-            Grid::new(rows, 1),
-        );
+            parts,
+            choice,
+            outputs,
+        } = *self;
+        let gated = outputs == Outputs::Gated;
+        let linear = linear(gpu, parts, gated, choice);
+        assert_eq!(linear.interleaved, gated);
+        assert_eq!(linear.rounds, choice != ActivationChoice::F32);
+        let values = normal(rows * linear.inputs, rows as u64);
+        let width = linear.outputs / if gated { 2 } else { 1 };
+        let (step, x) = (sizes(gpu, rows), gpu.upload("x", &values).unwrap());
+        let y = gpu.upload("y", &vec![1.0; rows * width]).unwrap();
+        let rounded = gpu.buffer("bytes", rows * linear.inputs).unwrap();
+        let scales = gpu.buffer("scales", rows * linear.inputs / 4).unwrap();
+        let (mut inputs, mut beside) = (&x, &x);
+        if linear.rounds {
+            let buffers = [&step, &x, &rounded, &scales];
+            run(gpu, &round(linear.inputs), &buffers, Grid::new(rows, 1));
+            (inputs, beside) = (&rounded, &scales);
+        }
+        let operands = Operands {
+            step: &step,
+            x: inputs,
+            beside,
+            y: &y,
+        };
+        let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
+        launch(gpu, |pass| {
+            let mut known = ProductKernels::new();
+            bound.launch(gpu, pass, rows, &mut known).unwrap();
+        });
+        let rounding = match linear.rounds {
+            true => Activations::Int8 { group: 32 },
+            false => Activations::F32,
+        };
+        let expected = expected(parts, rounding, outputs, &values);
+        let error = nmse(&read(gpu, &y, rows * width), &expected);
+        let most = if gated { 1e-10 } else { 1e-11 };
+        assert!(error < most, "{case}, {rows} rows, {choice:?}: {error:e}");
     }
-    let (x, x_scales) = match linear.rounds {
-        true => (&rounded, &scales),
-        false => (&x, &x),
-    };
-    let operands = Operands {
-        step: &step,
-        x,
-        x_scales,
-        y: &y,
-    };
-    let bound = BoundProduct::new(gpu, &linear, operands, outputs).unwrap();
-    let mut encoder = gpu.encoder();
-    {
-        let mut pass = LaunchPass::new(&mut encoder, None);
-        bound
-            .launch(gpu, &mut pass, rows, &mut ProductKernels::new())
-            .unwrap();
-    }
-    gpu.submit(encoder);
-    read(gpu, &y, rows * width)
 }
 
 /// The same by the reference.
@@ -132,18 +137,15 @@ fn weights(out: usize, inputs: usize) -> Vec<Weight> {
 #[test]
 fn products_of_every_form() {
     let Some(gpu) = gpu() else { return };
-    let inputs = 3 * 512;
-    for weight in weights(70, inputs) {
+    for weight in weights(70, 3 * 512) {
+        let product = Checked {
+            gpu: &gpu,
+            parts: &[&weight],
+            choice: ActivationChoice::F32,
+            outputs: Outputs::Added,
+        };
         for rows in [1, 70] {
-            let x = normal(rows * inputs, rows as u64);
-            let found = product(&gpu, &[&weight], ActivationChoice::F32, Outputs::Added, &x);
-            let expected = expected(&[&weight], Activations::F32, Outputs::Added, &x);
-            let error = nmse(&found, &expected);
-            assert!(
-                error < 1e-11,
-                "{} x {rows}: {error:e}",
-                weight.scheme_name()
-            );
+            product.rows(rows, weight.scheme_name());
         }
     }
 }
@@ -151,26 +153,54 @@ fn products_of_every_form() {
 #[test]
 fn products_of_any_number_of_rows() {
     let Some(gpu) = gpu() else { return };
-    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-    let (a, b) = (
-        affine(scheme, 50, 320, None, 1),
-        affine(scheme, 23, 320, None, 2),
-    );
+    let [a, b] = [(50, 1), (23, 2)].map(|(out, seed)| affine(FOUR, out, 320, None, seed));
     let other = AffineScheme::new(Bits::B8, Group::Size(32), Zeros::None);
     let c = affine(other, 9, 320, None, 3);
-    for rows in [1, 3, 16, 17, 65] {
-        let x = normal(rows * 320, rows as u64);
-        for (choice, rounding) in [
-            (ActivationChoice::F32, Activations::F32),
-            (ActivationChoice::Auto, Activations::Int8 { group: 32 }),
-        ] {
-            let parts = [&a, &b, &c];
-            let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
-            let expected = expected(&parts, rounding, Outputs::Stored, &x);
-            let error = nmse(&found, &expected);
-            assert!(error < 1e-11, "{rows} rows, {rounding}: {error:e}");
+    for choice in [ActivationChoice::F32, ActivationChoice::Auto] {
+        let product = Checked {
+            gpu: &gpu,
+            parts: &[&a, &b, &c],
+            choice,
+            outputs: Outputs::Stored,
+        };
+        for rows in [1, 3, 16, 17, 65] {
+            product.rows(rows, "three parts");
         }
     }
+}
+
+#[test]
+fn inputs_are_rounded_to_bytes_for_every_width() {
+    let Some(gpu) = gpu() else { return };
+    for bits in [Bits::B4, Bits::B5, Bits::B6, Bits::B8] {
+        let scheme = AffineScheme::new(bits, Group::Size(64), Zeros::Integer);
+        let product = Checked {
+            gpu: &gpu,
+            parts: &[&affine(scheme, 66, 256, None, 5)],
+            choice: INT8,
+            outputs: Outputs::Stored,
+        };
+        for rows in [2, 40] {
+            product.rows(rows, scheme);
+        }
+    }
+}
+
+#[test]
+fn weights_are_cut_where_a_binding_ends() {
+    let Some(mut gpu) = gpu() else { return };
+    gpu.limits.max_storage_buffer_binding_size = 1 << 14;
+    let weight = affine(FOUR, 300, 320, None, 1);
+    let (parts, choice) = ([&weight], ActivationChoice::F32);
+    // Tiles of 64 rows of 160 bytes.
+    assert_eq!(linear(&gpu, &parts, false, choice).slices.len(), 5);
+    let product = Checked {
+        gpu: &gpu,
+        parts: &parts,
+        choice,
+        outputs: Outputs::Stored,
+    };
+    product.rows(2, "five slices");
 }
 
 /// Products of one row that normalize and round their input themselves, with and without subgroups.
@@ -179,7 +209,7 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
     let Some(mut gpu) = gpu() else { return };
     let with = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
     let schemes = [
-        with(Bits::B4, Group::Size(64), Zeros::Integer),
+        FOUR,
         with(Bits::B4, Group::Channel, Zeros::Offset),
         with(Bits::B5, Group::Size(32), Zeros::Integer),
         with(Bits::B6, Group::Size(128), Zeros::Offset),
@@ -202,27 +232,19 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
                         _ => vec![&first],
                     };
                     let (x, gains) = (normal(inputs, 3), normal(inputs, 4));
-                    let (step, y, input, gain_buffer) = (
-                        gpu.uniform(&[1, 0, 0, 0, 0, 0, 0, 0]).unwrap(),
-                        gpu.upload("y", &vec![1.0; rows]).unwrap(),
-                        gpu.upload("x", &x).unwrap(),
-                        gpu.upload("gains", &gains).unwrap(),
-                    );
-                    let choice = ActivationChoice::Int8 { group: 32 };
-                    let gated = outputs == Outputs::Gated;
-                    let linear = linear(&gpu, &parts, gated, choice);
-                    let operands = RowOperands {
+                    let (step, y) = (sizes(&gpu, 1), gpu.upload("y", &vec![1.0; rows]).unwrap());
+                    let [input, gain_buffer] = [&x, &gains].map(|v| gpu.upload("x", v).unwrap());
+                    let linear = linear(&gpu, &parts, outputs == Outputs::Gated, INT8);
+                    let operands = Operands {
                         step: &step,
                         x: &input,
-                        norm: eps.map(|eps| (&gain_buffer, eps)),
+                        beside: &gain_buffer,
                         y: &y,
-                        routes: None,
                     };
-                    let product = RowProduct::new(&gpu, &linear, operands, outputs).unwrap();
+                    let product = RowProduct::new(&gpu, &linear, operands, outputs, eps, None);
+                    let product = product.unwrap();
                     let product = product.expect("inputs that are rounded, and fit a workgroup");
-                    let mut encoder = gpu.encoder();
-                    product.launch(&mut LaunchPass::new(&mut encoder, None), 1);
-                    gpu.submit(encoder);
+                    launch(&gpu, |pass| product.launch(pass, 1));
                     let found = read(&gpu, &y, rows);
                     let mut x_normed = x.to_vec();
                     if let Some(eps) = eps {
@@ -241,84 +263,33 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
 }
 
 #[test]
-fn weights_are_cut_where_a_binding_ends() {
-    let Some(mut gpu) = gpu() else { return };
-    gpu.limits.max_storage_buffer_binding_size = 1 << 14;
-    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-    let weight = affine(scheme, 300, 320, None, 1);
-    let (parts, choice) = ([&weight], ActivationChoice::F32);
-    let linear = linear(&gpu, &parts, false, choice);
-    // Tiles of 64 rows of 160 bytes.
-    assert_eq!(linear.slices.len(), 5);
-    let x = normal(2 * 320, 1);
-    let found = product(&gpu, &parts, choice, Outputs::Stored, &x);
-    let error = nmse(
-        &found,
-        &expected(&parts, Activations::F32, Outputs::Stored, &x),
-    );
-    assert!(error < 1e-11, "{error:e}");
-}
-
-#[test]
-fn inputs_are_rounded_to_bytes_for_every_width() {
-    let Some(gpu) = gpu() else { return };
-    for bits in [Bits::B4, Bits::B5, Bits::B6, Bits::B8] {
-        let scheme = AffineScheme::new(bits, Group::Size(64), Zeros::Integer);
-        let weight = affine(scheme, 66, 256, None, 5);
-        let choice = ActivationChoice::Int8 { group: 32 };
-        for rows in [2, 40] {
-            let x = normal(rows * 256, 3);
-            let found = product(&gpu, &[&weight], choice, Outputs::Stored, &x);
-            let rounding = Activations::Int8 { group: 32 };
-            let error = nmse(&found, &expected(&[&weight], rounding, Outputs::Stored, &x));
-            assert!(error < 1e-11, "{bits:?} x {rows}: {error:e}");
-        }
-    }
-}
-
-#[test]
 fn gates_multiply_their_neighbours() {
     let Some(gpu) = gpu() else { return };
     let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
-    let pair = |a: Weight, b: Weight| (a, b);
-    for (gate, up) in [
-        pair(
-            affine(scheme, 37, 96, None, 1),
-            affine(scheme, 37, 96, None, 2),
-        ),
-        pair(dense(DType::BF16, 37, 96, 1), dense(DType::BF16, 37, 96, 2)),
+    for [gate, up] in [
+        [1, 2].map(|seed| affine(scheme, 37, 96, None, seed)),
+        [1, 2].map(|seed| dense(DType::BF16, 37, 96, seed)),
     ] {
+        let product = Checked {
+            gpu: &gpu,
+            parts: &[&gate, &up],
+            choice: ActivationChoice::F32,
+            outputs: Outputs::Gated,
+        };
         for rows in [1, 6, 16, 33] {
-            let x = normal(rows * 96, rows as u64);
-            let parts = [&gate, &up];
-            let found = product(&gpu, &parts, ActivationChoice::F32, Outputs::Gated, &x);
-            let error = nmse(
-                &found,
-                &expected(&parts, Activations::F32, Outputs::Gated, &x),
-            );
-            assert!(error < 1e-10, "{rows} rows: {error:e}");
+            product.rows(rows, gate.scheme_name());
         }
     }
     let (rows, width) = (3, 300);
     let x = normal(rows * 2 * width, 4);
-    let step = gpu.uniform(&[rows as u32, 0, 0, 0, 0, 0, 0, 0]).unwrap();
-    let (input, y) = (
-        gpu.upload("x", &x).unwrap(),
-        gpu.buffer("y", 4 * rows * width).unwrap(),
-    );
-    run(
-        &gpu,
-        &silu(width),
-        &SILU,
-        &[&step, &input, &y],
-        Grid::new(rows, 1),
-    );
+    let (step, input) = (sizes(&gpu, rows), gpu.upload("x", &x).unwrap());
+    let y = gpu.buffer("y", 4 * rows * width).unwrap();
+    let buffers = [&step, &input, &y];
+    run(&gpu, &silu(width), &buffers, Grid::new(rows, 1));
     let mut expected = vec![0.0; rows * width];
-    for (row, y) in x
+    let all = x
         .chunks_exact(2 * width)
-        .zip(expected.chunks_exact_mut(width))
-    {
-        reference::silu_mul(&row[..width], &row[width..], y);
-    }
+        .zip(expected.chunks_exact_mut(width));
+    all.for_each(|(row, y)| reference::silu_mul(&row[..width], &row[width..], y));
     assert!(nmse(&read(&gpu, &y, rows * width), &expected) < 1e-11);
 }

@@ -1,175 +1,207 @@
-// Attention of a tile of rows of one sequence, for one head of keys and values: its queries are those of TILE rows
-// times GROUP heads that share it. Keys are read 64 at a time with an online softmax (arXiv 2205.14135). A workgroup
-// reads the pages of one part; if there are several parts, it leaves its sum and softmax to COMBINE.
+// Attention of up to QUERIES heads of queries that share one of keys and values: those of a row, or of the rows of a
+// tile, which are consecutive ones of a sequence. A workgroup reads the pages of one part, 64 keys at a time with an
+// online softmax (arXiv 2205.14135), the next ones always on their way. If there are several parts, it leaves sums and
+// softmax to combine.wgsl. With ALONE, a tile is the last row of its sequence; every workgroup prepares its heads for
+// itself (heads.wgsl), and the one whose part holds the row's position keeps the key and the value there.
 
-@group(0) @binding(0) var<uniform> step: Step;
-@group(0) @binding(1) var<storage, read> batch: array<u32>;
-@group(0) @binding(2) var<storage, read_write> attended: array<f32>; // [rows, HEADS, DIM]
-@group(0) @binding(3) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]: sums, greatest score, sum of weights
+@group(0) @binding(7) var<storage, read_write> attended: array<f32>; // [rows, HEADS, DIM]
+@group(0) @binding(8) var<storage, read_write> parts: array<f32>;    // [rows, HEADS, splits, DIM + 2]: sums, greatest score, sum of weights
 
-#if COMBINE
-@group(0) @binding(4) var<storage, read> qkv: array<f32>;
-var<workgroup> weights: array<f32, SPLITS>;
-var<workgroup> totals: array<f32, SPLITS>;
+var<workgroup> queries: array<vec4<f32>, QUERIES * DIM / 4>;
+// Sums of scores, by the four invocations that share a key.
+var<workgroup> partial: array<f32, QUERIES * 256>;
 
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-    let head = group.x * HEADS + group.y;
-    let at = head * step.splits * (DIM + 2u);
-    if (index < SPLITS) {
-        // Parts behind the row's position hold nothing, with a sum of 0; so do those that do not exist.
-        let part = at + min(index, step.splits - 1u) * (DIM + 2u) + DIM;
-        weights[index] = select(NOTHING, parts[part], index < step.splits);
-        totals[index] = select(0.0, parts[part + 1u], index < step.splits);
-    }
-    workgroupBarrier();
-    var most = NOTHING;
-    for (var s = 0u; s < SPLITS; s++) {
-        most = max(most, weights[s]);
-    }
-    var sum = 0.0;
-    for (var s = 0u; s < SPLITS; s++) {
-        sum += totals[s] * exp(weights[s] - most);
-    }
-    workgroupBarrier();
-    if (index < SPLITS) {
-        weights[index] = select(0.0, exp(weights[index] - most) / sum, index < step.splits);
-    }
-    workgroupBarrier();
-    for (var i = index; i < DIM; i += 64u) {
-        var value = 0.0;
-        for (var s = 0u; s < step.splits; s += 8u) {
-            // Eight are on their way at once.
-#for s in 8
-            let value$s = parts[at + min(s + $su, step.splits - 1u) * (DIM + 2u) + i];
-#end
-#for s in 8
-            value += value$s * weights[min(s + $su, SPLITS - 1u)];
-#end
-        }
-#if GATED
-        value /= 1.0 + exp(-qkv[group.x * STRIDE + group.y * QUERY_STEP + DIM + i]);
-#end
-        attended[head * DIM + i] = value;
-    }
+// Where the keys from `base` on are; past the end of a part, where its first ones are.
+fn place_of(table: u32, kv_head: u32, begin: u32, base: u32, end: u32) -> u32 {
+    let first = select(begin, base, base < end);
+    // A part behind the tile reads its first page, and uses nothing of it.
+    let page = select(0u, first / PAGE, first < end);
+    return (batch[table + page] * KV_HEADS + kv_head) * PAGE + first % PAGE;
 }
-#else
-@group(0) @binding(4) var<storage, read> qkv: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> keys: array<KeyWords>;
-@group(0) @binding(6) var<storage, read> values: array<u32>;
-@group(0) @binding(7) var<storage, read> scales: array<f32>; // [pages, KV_HEADS, PAGE, 2]
 
-var<workgroup> q: array<vec4<f32>, QUERIES * DIM / 4>;
+#if INT8
+// The scale of the key, or of the value, at a position; the row's own may not be in its page yet.
+fn scale_at(table: u32, kv_head: u32, at: u32, position: u32, which: u32) -> f32 {
+#if ALONE
+    if (at == position) {
+        return new_scales[which];
+    }
+#end
+    return scales[2u * ((batch[table + at / PAGE] * KV_HEADS + kv_head) * PAGE + at % PAGE) + which];
+}
+#end
 
-@compute @workgroup_size(128)
+// The number of the last key of those from `base` on.
+fn last_of(base: u32, end: u32) -> u32 {
+    return select(0u, min(63u, end - base - 1u), base < end);
+}
+
+@compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
     let split = group.x;
-    let kv_head = group.y;
+    let kv_head = group.y / SHARES;
+    let first_query = group.y % SHARES * QUERIES;
+#if ALONE
+    // A row is not looked up, so that its heads are on their way at once.
+    let first_row = group.z;
+    let rows = 1u;
+    let position = batch[4u * first_row];
+    let table = step.tables_at + batch[4u * first_row + 1u];
+#else
     let tile = step.tiles_at + 4u * group.z;
     let first_row = batch[tile];
     let rows = batch[tile + 1u];
     let position = batch[tile + 2u];
     let table = step.tables_at + batch[tile + 3u];
-    for (var i = index; i < QUERIES * DIM / 4u; i += 128u) {
-        let query = i / (DIM / 4u);
-        let row = first_row + min(query / GROUP, rows - 1u);
-        let head = kv_head * GROUP + query % GROUP;
-        q[i] = qkv[(row * STRIDE + head * QUERY_STEP) / 4u + i % (DIM / 4u)];
+#end
+    let begin = split * step.split_pages * PAGE;
+    let end = min(position + rows, begin + step.split_pages * PAGE);
+    // Four neighbours share a key, and invocations that share values have some keys each.
+    let key = index / 4u;
+    let quarter = index % 4u;
+    let pair = index % PAIRS;
+    let share = index / PAIRS;
+#for n in PER_QUARTER
+    let vector$n = min(4u * $nu + quarter, DIM / 8u - 1u);
+#end
+    // Keys past the end are read as the last one, and do not count.
+    var place = place_of(table, kv_head, begin, begin, end);
+    var last = last_of(begin, end);
+#for n in PER_QUARTER
+    var key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
+#end
+#for k in PER_SHARE
+    var value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * VALUE_WORDS + word_of(pair)];
+#end
+
+    // Queries past the end are computed as the last one, and not written.
+#if ALONE
+    prepare_heads(first_row, kv_head, first_query, index);
+    if (end == position + 1u && begin <= position) {
+        keep_heads(table, kv_head, position, index);
+    }
+#else
+    for (var i = index; i < QUERIES * DIM; i += 256u) {
+        let query = min(first_query + i / DIM, rows * GROUP - 1u);
+        let row = first_row + query / GROUP;
+        heads[i] = qkv[row * STRIDE + (kv_head * GROUP + query % GROUP) * QUERY_STEP + i % DIM];
+    }
+    workgroupBarrier();
+#end
+    for (var i = index; i < QUERIES * DIM / 4u; i += 256u) {
+        queries[i] = vec4<f32>(heads[4u * i], heads[4u * i + 1u], heads[4u * i + 2u], heads[4u * i + 3u]) * SCALE;
     }
     if (index < QUERIES) {
         greatest[index] = NOTHING;
         total[index] = 0.0;
     }
     workgroupBarrier();
-    let pair = index % PAIRS;
-    let part = index / PAIRS;
-    let takes_values = part < VALUE_PARTS;
-#for j in PER_VALUE_PART
-    var sum$j = vec2<f32>();
+
+#for q in QUERIES
+    var sum$q = vec2<f32>();
 #end
-    let begin = split * step.split_pages * PAGE;
-    let end = min(position + rows, begin + step.split_pages * PAGE);
     for (var base = begin; base < end; base += 64u) {
-        let page = batch[table + base / PAGE];
-        let place = (page * KV_HEADS + kv_head) * PAGE + base % PAGE;
-        let key = index % 64u;
-        let half = index / 64u;
-#for j in PER_HALF
-        var score$j = 0.0;
+        let count = min(64u, end - base);
+#for n in PER_QUARTER
+        var now_key$n = key_words$n;
 #end
-        if (base + key < end) {
-            for (var i = 0u; i < DIM / 8u; i++) {
-                let k = eight(keys[(place + key) * (DIM / 8u) + i]);
-#for j in PER_HALF
-                {
-                    let at = min(half * PER_HALF + $ju, QUERIES - 1u) * (DIM / 4u) + 2u * i;
-                    score$j += dot(q[at], k.low) + dot(q[at + 1u], k.high);
-                }
+#for k in PER_SHARE
+        var now_value$k = value_words$k;
 #end
-            }
+        place = place_of(table, kv_head, begin, base + 64u, end);
+        last = last_of(base + 64u, end);
+#for n in PER_QUARTER
+        key_words$n = keys[(place + min(key, last)) * (DIM / 8u) + vector$n];
+#end
+#for k in PER_SHARE
+        value_words$k = values[(place + min(share * PER_SHARE + $ku, last)) * VALUE_WORDS + word_of(pair)];
+#end
+#if ALONE
+        // The row's own were read before they were written; what stands in for those behind must be finite, too.
+        if (base + key >= position) {
+#for n in PER_QUARTER
+            now_key$n = new_key(vector$n);
+#end
         }
+#for k in PER_SHARE
+        if (base + share * PER_SHARE + $ku >= position) {
+            now_value$k = new_value(word_of(pair));
+        }
+#end
+#end
+#for q in QUERIES
+        var score$q = 0.0;
+#end
+#for n in PER_QUARTER
+        if (4u * $nu + quarter < DIM / 8u) {
+            let at = 2u * (4u * $nu + quarter);
+            let k = eight(now_key$n);
+#for q in QUERIES
+            score$q += dot(queries[$qu * (DIM / 4u) + at], k.low) + dot(queries[$qu * (DIM / 4u) + at + 1u], k.high);
+#end
+        }
+#end
+#for q in QUERIES
+        partial[256u * $qu + index] = score$q;
+#end
+        workgroupBarrier();
+        for (var i = index; i < QUERIES * 64u; i += 256u) {
+            var score = partial[4u * i] + partial[4u * i + 1u] + partial[4u * i + 2u] + partial[4u * i + 3u];
 #if INT8
-        let key_scale = scales[2u * (place + min(key, end - base - 1u))];
-#for j in PER_HALF
-        score$j *= key_scale;
+            score *= scale_at(table, kv_head, base + min(i % 64u, count - 1u), position, 0u);
 #end
-#end
-#for j in PER_HALF
-        {
-            let query = half * PER_HALF + $ju;
-            if (query < QUERIES) {
-                let seen = base + key <= position + query / GROUP && base + key < end;
-                scores[query * 64u + key] = select(NOTHING, score$j * SCALE, seen);
-            }
+            // A row sees the keys up to its own.
+            let seen = position + (first_query + i / 64u) / GROUP + 1u;
+            scores[i] = select(NOTHING, score, i % 64u < min(count, seen - min(base, seen)));
         }
-#end
         workgroupBarrier();
         soften(index);
-        if (takes_values) {
-#for j in PER_VALUE_PART
-            sum$j *= shrunk[min(part * PER_VALUE_PART + $ju, QUERIES - 1u)];
+#for q in QUERIES
+        sum$q *= shrunk[$q];
 #end
-            let count = min(64u, end - base);
-            for (var i = 0u; i < count; i++) {
+#for k in PER_SHARE
+        if (share * PER_SHARE + $ku < 64u) {
+            var value = two(now_value$k, pair);
 #if INT8
-                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair) * scales[2u * (place + i) + 1u];
-#else
-                let value = two(values[(place + i) * VALUE_WORDS + word_of(pair)], pair);
+            let own = base + min(share * PER_SHARE + $ku, count - 1u);
+            value *= scale_at(table, kv_head, own, position, 1u);
 #end
-#for j in PER_VALUE_PART
-                sum$j += value * scores[min(part * PER_VALUE_PART + $ju, QUERIES - 1u) * 64u + i];
+#for q in QUERIES
+            sum$q += value * scores[$qu * 64u + share * PER_SHARE + $ku];
 #end
-            }
         }
+#end
         workgroupBarrier();
     }
-    if (takes_values) {
-#for j in PER_VALUE_PART
-        {
-            let query = part * PER_VALUE_PART + $ju;
-            let row = first_row + query / GROUP;
-            let at = row * HEADS + kv_head * GROUP + query % GROUP;
-            if (query < QUERIES && query / GROUP < rows) {
-                if (step.splits == 1u) {
-                    var both = sum$j / total[query];
+#for q in QUERIES
+    sums[index] = sum$q;
+    workgroupBarrier();
+    if (index < PAIRS && first_query + $qu < rows * GROUP) {
+        var both = vec2<f32>();
+        for (var s = 0u; s < VALUE_SHARES; s++) {
+            both += sums[s * PAIRS + index];
+        }
+        let row = first_row + (first_query + $qu) / GROUP;
+        let head = kv_head * GROUP + (first_query + $qu) % GROUP;
+        let at = row * HEADS + head;
+        if (step.splits == 1u) {
+            both /= total[$q];
 #if GATED
-                    let gate = row * STRIDE + (kv_head * GROUP + query % GROUP) * QUERY_STEP + DIM + 2u * pair;
-                    both /= 1.0 + exp(-vec2<f32>(qkv[gate / 4u][gate % 4u], qkv[gate / 4u][gate % 4u + 1u]));
+            let gate = row * STRIDE + head * QUERY_STEP + DIM + 2u * index;
+            both /= 1.0 + exp(-vec2<f32>(qkv[gate], qkv[gate + 1u]));
 #end
-                    attended[at * DIM + 2u * pair] = both.x;
-                    attended[at * DIM + 2u * pair + 1u] = both.y;
-                } else {
-                    let to = (at * step.splits + split) * (DIM + 2u);
-                    parts[to + 2u * pair] = sum$j.x;
-                    parts[to + 2u * pair + 1u] = sum$j.y;
-                    if (pair == 0u) {
-                        parts[to + DIM] = greatest[query];
-                        parts[to + DIM + 1u] = total[query];
-                    }
-                }
+            attended[at * DIM + 2u * index] = both.x;
+            attended[at * DIM + 2u * index + 1u] = both.y;
+        } else {
+            let to = (at * step.splits + split) * (DIM + 2u);
+            parts[to + 2u * index] = both.x;
+            parts[to + 2u * index + 1u] = both.y;
+            if (index == 0u) {
+                parts[to + DIM] = greatest[$q];
+                parts[to + DIM + 1u] = total[$q];
             }
         }
-#end
     }
-}
+    workgroupBarrier();
 #end
+}

@@ -51,15 +51,31 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #if NORM
     var square = 0.0;
 #end
+    // Inputs are on their way before those in front of them are rounded.
+#for n in 4
+    var quad$n = min(256u * $nu + index, QUADS - 1u);
+    var next$n = x[group.z * QUADS + quad$n];
+#if NORM
+    var next_gain$n = gains[quad$n];
+#end
+#end
     for (var base = 0u; base < QUADS; base += 1024u) {
 #for n in 4
-        let quad$n = min(base + 256u * $nu + index, QUADS - 1u);
-        var value$n = x[group.z * QUADS + quad$n];
+        let now$n = quad$n;
+        var value$n = next$n;
+#if NORM
+        let gain$n = next_gain$n;
+#end
+        quad$n = min(base + 1024u + 256u * $nu + index, QUADS - 1u);
+        next$n = x[group.z * QUADS + quad$n];
+#if NORM
+        next_gain$n = gains[quad$n];
+#end
 #end
 #for n in 4
 #if NORM
         square += select(0.0, dot(value$n, value$n), base + 256u * $nu + index < QUADS);
-        value$n *= gains[quad$n];
+        value$n *= gain$n;
 #end
         {
             let four = abs(value$n);
@@ -79,9 +95,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #end
             let inverse = select(0.0, 127.0 / greatest, greatest > 0.0);
             if (base + 256u * $nu + index < QUADS) {
-                let unit = quad$n / 8u;
-                bytes[quad$n % 8u * UNITS + unit] = pack4xI8Clamp(vec4<i32>(round(value$n * inverse)));
-                if (quad$n % 8u == 0u) {
+                let unit = now$n / 8u;
+                bytes[now$n % 8u * UNITS + unit] = pack4xI8Clamp(vec4<i32>(round(value$n * inverse)));
+                if (now$n % 8u == 0u) {
                     scales[unit].x = greatest / 127.0;
                 }
             }

@@ -1,97 +1,174 @@
-// A head of a row's queries, keys or values: biases, norms of heads, rotation; keys and values go to their page.
+// Heads of a row that share one of keys and values: up to QUERIES of queries, and behind them the key and the value, to
+// which biases are added, which are normalized and turned. PREPARE does nothing else: queries go back to where they were,
+// keys and values to their page. A step in which every sequence has one row prepares its heads within attention.wgsl.
 
 @group(0) @binding(0) var<uniform> step: Step;
 @group(0) @binding(1) var<storage, read> batch: array<u32>;
-@group(0) @binding(2) var<storage, read> vectors: array<f32>;       // biases of all heads; gains of q and k
-@group(0) @binding(3) var<storage, read_write> qkv: array<f32>;
-@group(0) @binding(4) var<storage, read_write> keys: array<u32>;    // pages.wgsl says how they lie
+#if PREPARE
+@group(0) @binding(2) var<storage, read_write> qkv: array<f32>;
+#else
+@group(0) @binding(2) var<storage, read> qkv: array<f32>;
+#end
+@group(0) @binding(3) var<storage, read> vectors: array<f32>;          // biases of all heads; gains of q and k
+@group(0) @binding(4) var<storage, read_write> keys: array<KeyWords>;  // pages.wgsl says how they lie
 @group(0) @binding(5) var<storage, read_write> values: array<u32>;
-@group(0) @binding(6) var<storage, read_write> scales: array<f32>; // [pages, KV_HEADS, PAGE, 2], of a key and its value
+@group(0) @binding(6) var<storage, read_write> scales: array<f32>;     // [pages, KV_HEADS, PAGE, 2], of a key and its value
 
-var<workgroup> head_values: array<f32, DIM>;
-var<workgroup> sums: array<f32, 64>;
+var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
+var<workgroup> sums: array<vec2<f32>, 256>;
+#if NORMS
+var<workgroup> factors: array<f32, QUERIES + 1>;
+#end
 
-@compute @workgroup_size(64)
+#if INT8
+// The key and the value of the row in bytes, and their scales.
+var<workgroup> new_words: array<u32, DIM / 2>;
+var<workgroup> new_scales: array<f32, 2>;
+
+fn new_key(i: u32) -> KeyWords {
+    return KeyWords(new_words[2u * i], new_words[2u * i + 1u]);
+}
+
+fn new_value(word: u32) -> u32 {
+    return new_words[DIM / 4u + word];
+}
+#else
+fn pair_of(at: u32) -> u32 {
+    return pack2x16float(vec2<f32>(heads[at], heads[at + 1u]));
+}
+
+fn new_key(i: u32) -> KeyWords {
+    let at = QUERIES * DIM + 8u * i;
+    return vec4<u32>(pair_of(at), pair_of(at + 2u), pair_of(at + 4u), pair_of(at + 6u));
+}
+
+fn new_value(word: u32) -> u32 {
+    return pair_of((QUERIES + 1u) * DIM + 2u * word);
+}
+#end
+
+// Makes the heads of a row, of which queries past the end of the group are its last one. All that this takes is on its way
+// from memory at once: a step waits for each way there and back.
+fn prepare_heads(row: u32, kv_head: u32, first_query: u32, index: u32) {
+#for n in PER_HEADS
+    let i$n = min(index + 256u * $nu, (QUERIES + 2u) * DIM - 1u);
+    let head$n = i$n / DIM;
+    let shared$n = KEYS_AT + (kv_head + select(0u, KV_HEADS, head$n > QUERIES)) * DIM;
+    let query$n = (kv_head * GROUP + min(first_query + head$n, GROUP - 1u)) * QUERY_STEP;
+    let at$n = select(query$n, shared$n, head$n >= QUERIES) + i$n % DIM;
+    var value$n = qkv[row * STRIDE + at$n];
+#if BIASES
+    let bias$n = vectors[at$n];
+#end
+#if NORMS
+    let gain$n = vectors[NORMS_AT + select(0u, DIM, head$n == QUERIES) + i$n % DIM];
+#end
+#end
+#for n in PER_TURNS
+    let pair$n = min(index + 256u * $nu, (QUERIES + 1u) * TURNED / 2u - 1u) % (TURNED / 2u);
+    let cosine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n]);
+    let sine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n + 1u]);
+#end
+#for n in PER_HEADS
+#if BIASES
+    value$n += bias$n;
+#end
+    heads[i$n] = value$n;
+#end
+    workgroupBarrier();
+    // Sixteen invocations for a head.
+    let head = index / 16u;
+#if NORMS
+    var square = 0.0;
+    if (head <= QUERIES) {
+        for (var i = index % 16u; i < DIM; i += 16u) {
+            square += heads[head * DIM + i] * heads[head * DIM + i];
+        }
+    }
+    sums[index].x = square;
+    workgroupBarrier();
+    if (index <= QUERIES) {
+        square = 0.0;
+        for (var i = 0u; i < 16u; i++) {
+            square += sums[16u * index + i].x;
+        }
+        factors[index] = 1.0 / sqrt(square / f32(DIM) + EPS);
+    }
+    workgroupBarrier();
+#for n in PER_HEADS
+    if (head$n <= QUERIES) {
+        heads[i$n] = value$n * factors[head$n] * gain$n;
+    }
+#end
+    workgroupBarrier();
+#end
+#for n in PER_TURNS
+    if (index + 256u * $nu < (QUERIES + 1u) * TURNED / 2u) {
+        let at = (index + 256u * $nu) / (TURNED / 2u) * DIM + pair$n;
+        let a = heads[at];
+        let b = heads[at + TURNED / 2u];
+        heads[at] = a * cosine$n - b * sine$n;
+        heads[at + TURNED / 2u] = b * cosine$n + a * sine$n;
+    }
+#end
+    workgroupBarrier();
+#if INT8
+    // What is no number is lost in a maximum, and kept in the scale.
+    var most = vec2<f32>();
+    if (head < 2u) {
+        for (var i = index % 16u; i < DIM; i += 16u) {
+            let value = heads[(QUERIES + head) * DIM + i];
+            most = vec2<f32>(max(most.x, abs(value)), most.y + value - value);
+        }
+    }
+    sums[index] = most;
+    workgroupBarrier();
+    if (head < 2u) {
+        most = vec2<f32>();
+        for (var i = 16u * head; i < 16u * head + 16u; i++) {
+            most = vec2<f32>(max(most.x, sums[i].x), most.y + sums[i].y);
+        }
+        let scale = scale_for(most.x);
+        for (var i = index % 16u; i < DIM / 4u; i += 16u) {
+            let at = (QUERIES + head) * DIM + 4u * i;
+            let four = vec4<f32>(heads[at], heads[at + 1u], heads[at + 2u], heads[at + 3u]);
+            new_words[head * (DIM / 4u) + i] = pack4xI8Clamp(vec4<i32>(round(four * scale.y)));
+        }
+        if (index % 16u == 0u) {
+            new_scales[head] = scale.x + most.y;
+        }
+    }
+    workgroupBarrier();
+#end
+}
+
+// Writes the key and the value to their place in a page. Workgroups with other queries of the group write the same.
+fn keep_heads(table: u32, kv_head: u32, position: u32, index: u32) {
+    let to = (batch[table + position / PAGE] * KV_HEADS + kv_head) * PAGE + position % PAGE;
+    for (var i = index; i < DIM / 8u; i += 256u) {
+        keys[to * (DIM / 8u) + i] = new_key(i);
+    }
+    for (var i = index; i < VALUE_WORDS; i += 256u) {
+        values[to * VALUE_WORDS + i] = new_value(i);
+    }
+#if INT8
+    if (index < 2u) {
+        scales[2u * to + index] = new_scales[index];
+    }
+#end
+}
+
+#if PREPARE
+@compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
     let row = group.x;
-    let head = group.y;
-    let is_key = head >= HEADS && head < HEADS + KV_HEADS;
-    let is_value = head >= HEADS + KV_HEADS;
-    // Where it is among a row's heads, of which a gate may stand behind each query.
-    let head_at = select(KEYS_AT + (head - HEADS) * DIM, head * QUERY_STEP, head < HEADS);
-    let at = row * STRIDE + head_at;
-    var sum = 0.0;
-    for (var i = index; i < DIM; i += 64u) {
-        var value = qkv[at + i];
-#if BIASES
-        value += vectors[head_at + i];
-#end
-        head_values[i] = value;
-        sum += value * value;
+    let kv_head = group.y / SHARES;
+    let first_query = group.y % SHARES * QUERIES;
+    prepare_heads(row, kv_head, first_query, index);
+    for (var i = index; i < min(QUERIES, GROUP - first_query) * DIM; i += 256u) {
+        let query = kv_head * GROUP + first_query + i / DIM;
+        qkv[row * STRIDE + query * QUERY_STEP + i % DIM] = heads[i];
     }
-#if NORMS
-    sums[index] = sum;
-    for (var width = 32u; width > 0u; width /= 2u) {
-        workgroupBarrier();
-        if (index < width) {
-            sums[index] += sums[index + width];
-        }
-    }
-    workgroupBarrier();
-    if (!is_value) {
-        let scale = 1.0 / sqrt(sums[0] / f32(DIM) + EPS);
-        let gains = NORMS_AT + select(0u, DIM, is_key);
-        for (var i = index; i < DIM; i += 64u) {
-            head_values[i] *= scale * vectors[gains + i];
-        }
-    }
-#end
-    workgroupBarrier();
-    if (!is_value) {
-        for (var i = index; i < TURNED / 2u; i += 64u) {
-            let at = step.turns_at + row * TURNED + 2u * i;
-            let turn = vec2<f32>(bitcast<f32>(batch[at]), bitcast<f32>(batch[at + 1u]));
-            let a = head_values[i];
-            let b = head_values[i + TURNED / 2u];
-            head_values[i] = a * turn.x - b * turn.y;
-            head_values[i + TURNED / 2u] = b * turn.x + a * turn.y;
-        }
-    }
-    workgroupBarrier();
-    if (head < HEADS) {
-        for (var i = index; i < DIM; i += 64u) {
-            qkv[at + i] = head_values[i];
-        }
-        return;
-    }
-    let position = batch[4u * row];
-    let page = batch[step.tables_at + batch[4u * row + 1u] + position / PAGE];
-    let kv_head = (head - HEADS) % KV_HEADS;
-    let place = (page * KV_HEADS + kv_head) * PAGE + position % PAGE;
-#if INT8
-    var greatest = 0.0;
-    // What is no number is lost in the maximum, and kept in the scale.
-    var nothing = 0.0;
-    for (var i = 0u; i < DIM; i++) {
-        greatest = max(greatest, abs(head_values[i]));
-        nothing += head_values[i] - head_values[i];
-    }
-    let scale = scale_for(greatest);
-    if (index == 0u) {
-        scales[2u * place + select(0u, 1u, is_value)] = scale.x + nothing;
-    }
-#end
-    for (var i = index; i < VALUE_WORDS; i += 64u) {
-#if INT8
-        let four = vec4<f32>(head_values[4u * i], head_values[4u * i + 1u], head_values[4u * i + 2u], head_values[4u * i + 3u]);
-        let word = pack4xI8Clamp(vec4<i32>(round(four * scale.y)));
-#else
-        let word = pack2x16float(vec2<f32>(head_values[2u * i], head_values[2u * i + 1u]));
-#end
-        if (is_value) {
-            values[place * VALUE_WORDS + i] = word;
-        } else {
-            keys[place * VALUE_WORDS + i] = word;
-        }
-    }
+    keep_heads(step.tables_at + batch[4u * row + 1u], kv_head, batch[4u * row], index);
 }
+#end

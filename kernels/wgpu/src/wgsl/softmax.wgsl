@@ -2,7 +2,7 @@
 // what shrinks the sums so far.
 
 var<workgroup> scores: array<f32, QUERIES * 64>;
-var<workgroup> reduced: array<f32, THREADS>;
+var<workgroup> reduced: array<f32, 256>;
 var<workgroup> greatest: array<f32, QUERIES>;
 var<workgroup> total: array<f32, QUERIES>;
 var<workgroup> shrunk: array<f32, QUERIES>;

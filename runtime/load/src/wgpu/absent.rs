@@ -28,6 +28,10 @@ pub(crate) fn choose(_: Option<usize>) -> Result<usize, String> {
     Err(WHY.into())
 }
 
+pub(crate) fn unserved(_: &ModelConfig) -> Option<Error> {
+    None
+}
+
 pub(crate) fn load(
     _: &ModelConfig,
     _: &dyn WeightStore,

@@ -9,7 +9,7 @@ mod here;
 mod here;
 
 pub use here::{AdapterMeter, adapters};
-pub(crate) use here::{choose, load};
+pub(crate) use here::{choose, load, unserved};
 
 /// True if this build has kernels for them.
 pub const BUILT_IN: bool = cfg!(feature = "wgpu");

@@ -7,6 +7,7 @@ use nq_runtime::Result;
 use nq_runtime::interface::{Engine, LoadOptions};
 pub use nq_wgpu::AdapterMeter;
 use nq_wgpu::WgpuEngine;
+pub(crate) use nq_wgpu::unserved;
 use std::sync::{Arc, OnceLock};
 
 /// All adapters, in the order of their numbers: GPUs first, software last.
