@@ -412,6 +412,12 @@ extern "C" __global__ __launch_bounds__(SCAN_WARPS * 32) void delta_scan(const _
     if (span.mark > 0) keep_inputs(span.place, span.mark - (CONV - 1), span.mark);
 }
 
+// As `gate_output`, with the sigmoid of z in the place of its SiLU.
+DEVICE float4 sigmoid_output(float4 o, float4 z, float4 norm, float eps) {
+    const float r = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w) / DELTA_DIM + eps);
+    return make_float4(o.x * r * norm.x * sigmoid(z.x), o.y * r * norm.y * sigmoid(z.y), o.z * r * norm.z * sigmoid(z.z), o.w * r * norm.w * sigmoid(z.w));
+}
+
 // Many rows: norms and gates of the outputs. Grid (m / 8, value_heads); a warp takes a head of a row.
 struct DeltaGateArgs {
     DeltaLayer layer;
@@ -421,6 +427,7 @@ struct DeltaGateArgs {
     __half* half;        // [m][padded] in operand order, or null
     int m;
     int padded;
+    int sigmoid;         // gates are sigmoid(z), not silu(z)
 };
 
 extern "C" __global__ void delta_gate(const __grid_constant__ DeltaGateArgs p) {
@@ -430,7 +437,8 @@ extern "C" __global__ void delta_gate(const __grid_constant__ DeltaGateArgs p) {
     const int values = layer.value_heads * DELTA_DIM, at = h * DELTA_DIM + lane * 4;
     const float4 o = *reinterpret_cast<const float4*>(p.o + size_t(m) * values + at);
     const float4 z = *reinterpret_cast<const float4*>(p.qkvz + size_t(m) * layer.stride() + layer.channels() + at);
-    const float4 y = gate_output(o, z, __ldg(reinterpret_cast<const float4*>(layer.norm) + lane), layer.eps);
+    const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
+    const float4 y = p.sigmoid ? sigmoid_output(o, z, norm, layer.eps) : gate_output(o, z, norm, layer.eps);
     if (p.out != nullptr) *reinterpret_cast<float4*>(p.out + size_t(m) * values + at) = y;
     if (p.half != nullptr) put_halves(p.half + size_t(m) * p.padded, at, y);
 }

@@ -20,11 +20,11 @@ extern "C" __global__ __launch_bounds__(MOST_ENTRIES) void set_pages(const __gri
     if (threadIdx.x < p.count) p.tables[p.entries[threadIdx.x].at] = p.entries[threadIdx.x].page;
 }
 
-// Keys, values and scales of one page to another, in all layers: parts of `words` words of 16 bytes
+// Keys, values, scales and keys of blocks of one page to another, in all layers: parts of `words` words of 16 bytes
 // a page. Grid (parts of a page, layers). Bytes: twice a page of all layers.
 struct CopyPageArgs {
-    uint4* part[4];   // keys, values, their scales (null without)
-    int words[4];     // of a page of one layer
+    uint4* part[5];   // keys, values, their scales, keys of an indexer's blocks (null without)
+    int words[5];     // of a page of one layer
     int pages;        // of a layer
     uint32_t from;
     uint32_t to;
@@ -32,7 +32,7 @@ struct CopyPageArgs {
 
 extern "C" __global__ __launch_bounds__(256) void copy_page(const __grid_constant__ CopyPageArgs p) {
     const size_t layer = size_t(blockIdx.y) * p.pages;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         if (!p.part[i]) continue;
         const uint4* const from = p.part[i] + (layer + p.from) * p.words[i];
         uint4* const to = p.part[i] + (layer + p.to) * p.words[i];

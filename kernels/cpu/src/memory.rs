@@ -187,6 +187,22 @@ impl<T: Plain> Buffer<T> {
         }
     }
 
+    /// Gives the memory of what the buffer holds back to the system, but for pages that it shares with others: of a mapping
+    /// that others are carved from, too.
+    fn discard(self) {
+        #[cfg(unix)]
+        if self.mapping.is_some() {
+            // SAFETY: asks for a number.
+            let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) });
+            let page = page.unwrap_or(HUGE_PAGE);
+            let start = self.data.as_ptr().cast::<u8>();
+            let before = start.align_offset(page);
+            let whole = size_of_val(&*self).saturating_sub(before) / page * page;
+            // SAFETY: whole pages of plain values in a mapping, which nobody reads any more.
+            unsafe { libc::madvise(start.wrapping_add(before).cast(), whole, libc::MADV_DONTNEED) };
+        }
+    }
+
     fn layout(len: usize) -> Layout {
         let bytes = len.checked_mul(size_of::<T>());
         bytes
@@ -277,15 +293,18 @@ impl WeightFile {
             .0
             .seek(SeekFrom::Start(end.next_multiple_of(HUGE_PAGE as u64)))?;
         self.0.write_all(bytes)?;
+        // What is not on disk yet takes memory.
+        self.0.sync_data()?;
         // SAFETY: nobody else has the file, which has no name, and what was written to it is not written again; what would be
         // written to the mapping stays in memory.
         let mut mapping = unsafe { MmapOptions::new().offset(at).len(size).map_copy(&self.0)? };
         let data = NonNull::new(mapping.as_mut_ptr()).ok_or(io::ErrorKind::OutOfMemory)?;
-        *buffer = Buffer {
+        let moved = Buffer {
             data: data.cast(),
             len: buffer.len,
             mapping: Some(Arc::new(mapping)),
         };
+        std::mem::replace(buffer, moved).discard();
         Ok(())
     }
 }

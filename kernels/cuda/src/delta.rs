@@ -21,6 +21,7 @@ use nq_kernels::grad::{
     DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,
 };
 use nq_kernels::{Error, Result};
+use nq_model::OutputGate;
 
 /// The width of a head of keys and of values that the kernels serve.
 pub const DELTA_DIM: usize = delta_state::DELTA_DIM;
@@ -76,6 +77,8 @@ pub struct DeltaVectors<'a> {
     pub dt_bias: &'a Buffer<f32>,
     /// Gains of the norm of each head's output `[128]`.
     pub norm: &'a Buffer<f32>,
+    /// What gates that output: steps take SiLU alone.
+    pub gate: OutputGate,
     /// Epsilon of that norm.
     pub eps: f32,
 }
@@ -307,6 +310,9 @@ impl Stream {
         holds_dependents: bool,
     ) -> Result<()> {
         let o = self.operands("delta_step");
+        if vectors.gate != OutputGate::Silu {
+            return o.refuse("the gate of a recurrence", "SiLU", "a sigmoid");
+        }
         let d = states.delta();
         let slots = step.bounds().places.slots;
         let layer = states.args(&o, vectors, slots)?;
@@ -353,7 +359,7 @@ impl Stream {
         unsafe { self.launch(&DELTA_STEP, shape, &args) }
     }
 
-    /// The recurrence of many rows, which `spans` has all of: the norm of its output times `silu(z)`, `m` rows. States are brought
+    /// The recurrence of many rows, which `spans` has all of: the norm of its output times its gate of `z`, `m` rows. States are brought
     /// forward.
     ///
     /// # Errors
@@ -437,6 +443,8 @@ impl Stream {
             half,
             m: m as i32,
             padded: padded as i32,
+            sigmoid: i32::from(vectors.gate == OutputGate::Sigmoid),
+            padding: [0; 1],
         };
         // SAFETY: the operands were checked.
         unsafe {
@@ -529,7 +537,7 @@ impl DeltaSpan {
     }
 
     /// The argument, checked against `m` rows, which stand within `there`, and `places` states.
-    fn args(
+    pub(super) fn args(
         &self,
         o: &Operands<'_>,
         m: usize,

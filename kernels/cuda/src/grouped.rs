@@ -323,7 +323,7 @@ impl Stream {
         let grouped = rows.grouped;
         let e = grouped.experts;
         let o = self.operands("grouped_up");
-        o.multiple("width of an expert", SPAN, e.width)?;
+        o.multiple("width of an expert", 2 * TILE, e.width)?;
         check(&o, &e, w.rows(), 2 * e.width, grouped.m)?;
         let staged = rows.stack(&o, w)?;
         let w = staged.as_ref().unwrap_or(w);

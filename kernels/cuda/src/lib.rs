@@ -34,6 +34,8 @@ mod gemv;
 mod grad;
 mod grouped;
 mod half_rows;
+mod hyper;
+mod indexer;
 mod kernel;
 #[cfg(test)]
 mod launches;
@@ -81,6 +83,8 @@ pub use gemv::GemvOutput;
 pub use grad::{CudaOps, GemmPrecision, LowRank};
 pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
+pub use hyper::{ConvolvedRows, KeptRows, LayerRows, StreamDims, StreamNorm, SumsOf};
+pub use indexer::{ChosenBlocks, INDEX_DIM, IndexSizes, IndexVectors};
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
 pub use mixture::{MOST_CHOSEN, MOST_EXPERTS, chosen, gated_width, stacked};

@@ -296,20 +296,33 @@ impl Stream {
     pub fn scale_rows(&self, scores: &Buffer<f32>, rows: &RowsOut<'_>, dims: Dims) -> Result<()> {
         let (m, width) = dims.pair();
         let o = self.operands("scale_rows");
-        if rows.half.is_some() {
-            o.multiple("width", SPAN, width)?;
-        }
         let (full, half) = rows.addresses(&o, m, width)?;
-        let args = ScaleRowsArgs {
-            scores: o.of("scores", scores, &[m])?,
-            full,
-            half,
-            width: width as i32,
-            padding: [0; 1],
+        let scores = o.of("scores", scores, &[m])?;
+        let padded = width.next_multiple_of(SPAN);
+        // Rows of both kinds are as wide, or each kind has its own; what FP16 rows have behind their width is zero.
+        let all = match (rows.full.is_some(), rows.half.is_some()) {
+            (true, true) if padded == width => vec![(full, half, width)],
+            (has_full, has_half) => [
+                has_full.then_some((full, Address::NULL, width)),
+                has_half.then_some((Address::NULL, half, padded)),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
         };
-        let threads = width.next_multiple_of(32).clamp(32, 256);
-        // SAFETY: the operands were checked.
-        unsafe { self.launch(&SCALE_ROWS, shape([m, 1], threads).overlapping(), &args) }
+        for (full, half, width) in all {
+            let args = ScaleRowsArgs {
+                scores,
+                full,
+                half,
+                width: width as i32,
+                padding: [0; 1],
+            };
+            let threads = width.next_multiple_of(32).clamp(32, 256);
+            // SAFETY: the operands were checked.
+            unsafe { self.launch(&SCALE_ROWS, shape([m, 1], threads).overlapping(), &args)? };
+        }
+        Ok(())
     }
 
     /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.

@@ -3,12 +3,12 @@
 use super::kernel::KernelRow;
 use super::{
     advance, attention, bandwidth, batch, collectives, delta, experts, gather, gemm, gemm_step,
-    gemv, grad, grouped, linear,
+    gemv, grad, grouped, hyper, indexer, linear,
 };
 use super::{exl3, prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 31] = [
+static TABLE: [&[&KernelRow]; 33] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -31,6 +31,8 @@ static TABLE: [&[&KernelRow]; 31] = [
     grad::layer::ROWS,
     grad::train::ROWS,
     grouped::ROWS,
+    hyper::ROWS,
+    indexer::ROWS,
     linear::ROWS,
     prefill::ROWS,
     rows::ROWS,

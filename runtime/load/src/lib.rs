@@ -116,7 +116,7 @@ pub fn load(
             found: device.to_string(),
         });
     }
-    if config.hyper.is_some() && device != Device::Cpu {
+    if config.hyper.is_some() && !matches!(device, Device::Cpu | Device::Cuda(_)) {
         return Err(Error::no_streams("nq"));
     }
     match device {

@@ -463,7 +463,7 @@ fn columns_keep_their_scheme() {
     assert!(part.iter().zip(&all).all(|(part, row)| part == &row[3..10]));
 }
 
-/// Two GPUs, and four, run the published sizes, but for those whose residual has several streams, which run on CPUs.
+/// Two GPUs, and four, run the published sizes, but for those whose residual has several streams.
 #[test]
 fn published_sizes_can_be_divided() {
     for preset in Preset::all() {

@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 /// Gives each layer's weights, as they are packed, a place in memory, or in a file if memory has no room for those that
 /// follow. Experts go there first: a token reads few of them, and everything else.
 pub struct WeightPlaces {
-    /// Bytes of memory that are left.
+    /// Bytes of memory that are left for weights.
     room: usize,
+    /// Bytes that must stay free beside them.
+    beside: usize,
     folder: PathBuf,
     file: Option<WeightFile>,
     /// Bytes in the file.
@@ -22,12 +24,13 @@ pub struct WeightPlaces {
 }
 
 impl WeightPlaces {
-    /// In what memory is free, but for a sixteenth and for `taken` bytes, or in as much as `options` allow.
+    /// In what memory is free, but for a sixteenth of it and for `taken` bytes, or in as much as `options` allow.
     pub fn new(options: &LoadOptions, taken: usize) -> Self {
-        let free = available_memory().map_or(usize::MAX, |bytes| (bytes - bytes / 16) as usize);
+        let free = free_memory();
         let room = options.host_memory.map_or(free, |most| most.min(free));
         WeightPlaces {
-            room: room.saturating_sub(taken),
+            room: room.saturating_sub(taken).saturating_sub(free / 16),
+            beside: taken.saturating_add(free / 16),
             folder: temporary_folder(),
             file: None,
             moved: 0,
@@ -43,6 +46,9 @@ impl WeightPlaces {
         let bytes = |weights: &[&mut Linear]| weights.iter().map(|w| w.bytes()).sum::<usize>();
         let lacks_room = |bytes: usize, room| bytes.saturating_mul(left) > room;
         let moved = self.moved;
+        // What else has taken memory meanwhile leaves less; these weights are already there.
+        let now = free_memory().saturating_sub(self.beside);
+        self.room = self.room.min(now.saturating_add(bytes(&weights)));
         if lacks_room(bytes(&weights), self.room) {
             let (experts, others) = weights.into_iter().partition(|w| w.is_of_experts());
             self.move_to_file(experts)?;
@@ -82,6 +88,11 @@ impl WeightPlaces {
             ));
         }
     }
+}
+
+/// Bytes that the system can hand out, or all if it does not say.
+fn free_memory() -> usize {
+    available_memory().map_or(usize::MAX, |bytes| bytes as usize)
 }
 
 /// `TMPDIR`, or where the system keeps large temporary files (`/var/tmp`: Filesystem Hierarchy Standard 3.0, 5.15), as `/tmp` is

@@ -66,13 +66,13 @@ pub fn hold_model(
     }
     for (i, (name, dims)) in nq_runtime::ngrams::parts(c).enumerate() {
         let part = kinds(&name).bytes(dims);
-        // Each token reads a row for each of its n-grams, which lie anywhere.
-        let heads = c.ngrams.as_ref().map_or(0, |n| n.heads().div_ceil(n.parts));
+        // Each token reads a row of the table for each of its n-grams, which lie anywhere among its parts.
+        let (heads, parts) = c.ngrams.as_ref().map_or((0, 1), |n| (n.heads(), n.parts));
         held.add(match source {
             // Random ones are drawn once for all parts.
             WeightSource::Made if i > 0 && dims.elements() >= LARGE => 0,
             WeightSource::Made => part,
-            WeightSource::Mapped => part.min(PAGE * heads * tokens),
+            WeightSource::Mapped => part.min((PAGE * heads * tokens).div_ceil(parts)),
         });
     }
     for layer in 0..c.num_hidden_layers {
@@ -277,4 +277,26 @@ pub fn tower(checkpoint: &Checkpoint, tokens: u64) -> Result<Option<TowerBytes>>
         weights: weights as u64,
         encoding: encoding as u64,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PAGE, WeightSource, hold_model};
+    use nq_kernels::Account;
+    use nq_kernels::registry::WeightKind;
+    use nq_model::{DType, Preset};
+
+    /// A token adds a page for each of its n-grams, however many parts its table has, and a row of the embedding.
+    #[test]
+    fn a_token_reads_as_many_pages_of_a_table_as_it_has_n_grams() {
+        let config = Preset::find("qwen3.8-flash-next").unwrap().config();
+        let kinds = |_: &str| WeightKind::Dense(DType::BF16);
+        let held = |tokens| {
+            let account = Account::host();
+            hold_model(&account, &config, &kinds, WeightSource::Mapped, tokens).bytes()
+        };
+        let row = 2 * config.hidden_size;
+        let added = held(4096) - held(0);
+        assert_eq!(added, 4096 * (16 * PAGE + row.max(PAGE)));
+    }
 }

@@ -12,7 +12,7 @@ const SHAPES: [(&str, usize, usize); 2] = [("0.8B", 16, 16), ("27B", 16, 48)];
 /// Layers used in turn, so that states come out of memory.
 const LAYERS: usize = 12;
 
-fn noise(n: usize) -> Vec<f32> {
+pub(crate) fn noise(n: usize) -> Vec<f32> {
     let value = |i: usize| (i.wrapping_mul(7919) % 10_007) as f32 / 5000.0 - 1.0;
     (0..n).map(value).collect()
 }
@@ -41,6 +41,7 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
         let (conv, dt_bias) = (upload(shape.channels() * 4)?, upload(value_heads)?);
         let norm = upload(128)?;
         let vectors = || DeltaVectors {
+            gate: nq_model::OutputGate::Silu,
             conv: &conv,
             decay: &decay,
             dt_bias: &dt_bias,

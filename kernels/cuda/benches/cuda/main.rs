@@ -15,6 +15,7 @@ mod delta;
 mod products;
 mod ranks;
 mod rows;
+mod streams;
 mod timing;
 mod tower;
 mod training;
@@ -25,7 +26,7 @@ type Bench = (
     fn(&mut timing::Timing) -> nq_kernels::Result<()>,
 );
 
-const BENCHES: [Bench; 22] = [
+const BENCHES: [Bench; 24] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -41,6 +42,8 @@ const BENCHES: [Bench; 22] = [
     ("step_layers", attention::step_layers),
     ("pages", attention::pages),
     ("delta", delta::delta),
+    ("hyper", streams::hyper),
+    ("indexer", streams::indexer),
     ("rows", rows::rows),
     ("ranks", ranks::ranks),
     ("sampling", rows::sampling),

@@ -44,12 +44,22 @@ pub(super) struct HeadArgs {
 }
 
 impl Heads<'_> {
-    /// The argument, checked as operands of `o`, over `cache`.
+    /// The argument, checked as operands of `o`, over `cache`, of kernels for up to 8 query heads of a key head.
     pub(super) fn args(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
         let kv_heads = cache.kv_heads();
         let group = self.heads / kv_heads.max(1);
-        if !self.heads.is_multiple_of(kv_heads) || !(1..=8).contains(&group) {
+        if group > 8 {
             let expected = format!("1 to 8 for each of {kv_heads} key heads");
+            return o.refuse("query heads", expected, self.heads);
+        }
+        self.of_any(o, cache)
+    }
+
+    /// As [`Heads::args`], of kernels for any number of query heads of a key head.
+    fn of_any(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
+        let kv_heads = cache.kv_heads();
+        if kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(kv_heads) {
+            let expected = format!("as many for each of {kv_heads} key heads");
             return o.refuse("query heads", expected, self.heads);
         }
         let (positions, width) = (cache.places().positions, cache.head_dim());
@@ -242,7 +252,7 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("append");
         rows.bounds().check(&o, cache.places())?;
-        let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
+        let HeadArgs { vectors, cos_sin } = heads.of_any(&o, cache)?;
         let turns = cache.places().positions + rows.bounds().images;
         let turns = [turns, rotary_dims(cache.head_dim()) / 2];
         o.of("rotary table", heads.cos_sin, &turns)?;

@@ -1,6 +1,7 @@
 //! Keys and values on the device, in pages.
 
 use super::heads::{HEAD_DIM, WIDE_HEAD_DIM};
+use crate::cuda::indexer::{BlockKeys, INDEX_DIM};
 use crate::cuda::pages::{self, CopyPageArgs, MOST_ENTRIES, SetPagesArgs};
 use crate::cuda::rows::{self, Cache};
 use crate::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
@@ -21,6 +22,8 @@ pub struct DevicePages {
     keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, head_dim]
     values: Buffer<u8>, // [layers, pages + 1, kv_heads, head_dim, PAGE]
     scales: Option<(Buffer<u16>, Buffer<u16>)>, // [layers, pages + 1, kv_heads, PAGE]
+    /// Keys of an indexer's blocks, and the positions of one.
+    blocks: Option<(Buffer<f32>, usize)>, // [layers, pages + 1, PAGE / block, INDEX_DIM]
     tables: Buffer<u32>, // [slots + 1, table_len]
     shape: PagesShape,
     table_len: usize,
@@ -74,6 +77,7 @@ pub struct PageEntry {
 pub struct PageStaging {
     codes: Pinned<u8>,           // [layers, keys and values, page]
     scales: Option<Pinned<u16>>, // [layers, of keys and of values, page rows]
+    blocks: Option<Pinned<f32>>, // [layers, keys of blocks of a page]
 }
 
 /// One layer of [`DevicePages`].
@@ -115,10 +119,41 @@ impl DevicePages {
             keys: gpu.zeros(what, codes)?,
             values: gpu.zeros(what, codes)?,
             scales,
+            blocks: None,
             tables: gpu.filled(what, entries, nobody)?,
             shape,
             table_len,
         })
+    }
+
+    /// As it is, with a key for each `block` positions of a page, for an indexer.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for keys and values that attention to chosen positions does not serve,
+    /// or blocks that are not whole in pages.
+    pub fn with_block_keys(self, gpu: &Gpu, block: usize) -> Result<Self> {
+        let PagesShape { kv, head_dim, .. } = self.shape;
+        let whole = block > 0 && block.is_multiple_of(4) && PAGE.is_multiple_of(block);
+        if kv != KvType::F16 || head_dim != WIDE_HEAD_DIM || !whole {
+            return Err(Error::NoKernel {
+                op: "attention to positions that an indexer chooses",
+                scheme: format!("heads of {head_dim} in {kv}, blocks of {block}"),
+                activations: "f32".into(),
+                device: gpu.info().to_string(),
+            });
+        }
+        let pages = (self.shape.layers).saturating_mul(self.shape.pages.saturating_add(1));
+        let keys = gpu.zeros("the KV cache", pages.saturating_mul(PAGE / block * INDEX_DIM))?;
+        Ok(DevicePages {
+            blocks: Some((keys, block)),
+            ..self
+        })
+    }
+
+    /// Values of the keys of blocks in one page of one layer.
+    fn block_values(&self) -> usize {
+        let of_block = |(_, block): &(_, usize)| PAGE / block * INDEX_DIM;
+        self.blocks.as_ref().map_or(0, of_block)
     }
 
     /// Sizes.
@@ -132,7 +167,8 @@ impl DevicePages {
             .scales
             .as_ref()
             .map_or(0, |(k, v)| k.bytes() + v.bytes());
-        self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
+        let blocks = self.blocks.as_ref().map_or(0, |(keys, _)| keys.bytes());
+        self.keys.bytes() + self.values.bytes() + scales + blocks + self.tables.bytes()
     }
 
     /// Bytes of keys (and of values) in one page of one layer.
@@ -140,13 +176,14 @@ impl DevicePages {
         self.keys.len() / self.shape.rows() * self.shape.page_rows()
     }
 
-    /// Bytes of a page of all layers: keys, values and their scales.
+    /// Bytes of a page of all layers: keys, values and their scales, and keys of blocks.
     pub fn page_bytes(&self) -> usize {
         let scales = self
             .scales
             .as_ref()
             .map_or(0, |_| 2 * self.shape.page_rows());
-        2 * self.shape.layers * (self.part_bytes() + scales)
+        let blocks = size_of::<f32>() * self.block_values();
+        self.shape.layers * (2 * (self.part_bytes() + scales) + blocks)
     }
 
     /// Memory for copying pages to or from the host.
@@ -159,6 +196,10 @@ impl DevicePages {
         Ok(PageStaging {
             codes: gpu.pinned(what, parts * self.part_bytes())?,
             scales: self.scales.as_ref().map(scales).transpose()?,
+            blocks: match self.block_values() {
+                0 => None,
+                n => Some(gpu.pinned(what, self.shape.layers * n)?),
+            },
         })
     }
 
@@ -183,7 +224,8 @@ impl DevicePages {
         o.at_most("page", self.shape.pages - 1, page as usize)?;
         let (codes, rows) = (self.part_bytes(), self.shape.page_rows());
         let bytes = |scales: &Pinned<u16>| scales.len() * 2;
-        let staged = staging.codes.len() + staging.scales.as_ref().map_or(0, bytes);
+        let blocks = staging.blocks.as_ref().map_or(0, |b| 4 * b.len());
+        let staged = staging.codes.len() + staging.scales.as_ref().map_or(0, bytes) + blocks;
         o.at_least("bytes of staging", self.page_bytes(), staged)?;
         o.at_most("bytes of staging", self.page_bytes(), staged)?;
         Ok((codes, rows))
@@ -245,6 +287,21 @@ impl LayerPages<'_> {
             } else {
                 0
             }
+    }
+
+    /// The keys of an indexer's blocks, checked as operands of `o`.
+    pub(crate) fn block_keys(&self, o: &Operands<'_>) -> Result<BlockKeys> {
+        let pages = self.pages;
+        let Some((keys, block)) = &pages.blocks else {
+            return o.refuse("pages", "with keys of blocks", "pages without");
+        };
+        let len = (pages.shape.pages + 1) * pages.block_values();
+        Ok(BlockKeys {
+            keys: o.part("keys of blocks", keys, self.layer * len, &[len])?,
+            tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
+            table_len: pages.table_len as i32,
+            block: *block as i32,
+        })
     }
 
     /// The argument, checked as operands of `o`.
@@ -328,14 +385,18 @@ impl Stream {
             Some((k, v)) => (scales(k)?, scales(v)?),
             None => (Address::NULL, Address::NULL),
         };
-        let (words, scale_words) = ((bytes / 16) as i32, (2 * sizes.page_rows() / 16) as i32);
+        let blocks = match &pages.blocks {
+            Some((keys, _)) => o.of("keys of blocks", keys, &[keys.len()])?,
+            None => Address::NULL,
+        };
+        let [words, scale_words, block_words] =
+            [bytes, 2 * sizes.page_rows(), 4 * pages.block_values()].map(|n| (n / 16) as i32);
         let args = CopyPageArgs {
-            part: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
-            words: [words, words, scale_words, scale_words],
+            part: [whole(&pages.keys)?, whole(&pages.values)?, k, v, blocks],
+            words: [words, words, scale_words, scale_words, block_words],
             pages: sizes.pages as i32 + 1,
             from,
             to,
-            padding: [0; 1],
         };
         // SAFETY: both pages are in the pool.
         unsafe { self.launch(&COPY_PAGE, shape([16, sizes.layers], 256), &args) }
@@ -368,6 +429,13 @@ impl Stream {
             }
             out.extend_from_slice(bytemuck::cast_slice(host.values()?));
         }
+        if let (Some((keys, _)), Some(host)) = (&pages.blocks, &mut through.blocks) {
+            let n = pages.block_values();
+            for (layer, (at, _)) in pages.parts(page, n).enumerate() {
+                self.read(keys, at, host, layer * n..(layer + 1) * n)?;
+            }
+            out.extend_from_slice(bytemuck::cast_slice(host.values()?));
+        }
         Ok(())
     }
 
@@ -388,7 +456,8 @@ impl Stream {
         let (codes, rows) = pages.check_page(&o, page, through)?;
         o.at_least("bytes", pages.page_bytes(), bytes.len())?;
         o.at_most("bytes", pages.page_bytes(), bytes.len())?;
-        let (of_codes, of_scales) = bytes.split_at(through.codes.len());
+        let (of_codes, rest) = bytes.split_at(through.codes.len());
+        let (of_scales, of_blocks) = rest.split_at(through.scales.as_ref().map_or(0, |s| 2 * s.len()));
         through.codes.values_mut()?.copy_from_slice(of_codes);
         for (at, from) in pages.parts(page, codes) {
             self.write(&mut pages.keys, at, &mut through.codes, from.clone())?;
@@ -401,6 +470,14 @@ impl Stream {
             for (at, from) in places {
                 self.write(keys, at, host, from.clone())?;
                 self.write(values, at, host, from.start + rows..from.end + rows)?;
+            }
+        }
+        let n = pages.block_values();
+        let places = pages.parts(page, n).enumerate();
+        if let (Some((keys, _)), Some(host)) = (&mut pages.blocks, &mut through.blocks) {
+            bytemuck::cast_slice_mut(host.values_mut()?).copy_from_slice(of_blocks);
+            for (layer, (at, _)) in places {
+                self.write(keys, at, host, layer * n..(layer + 1) * n)?;
             }
         }
         Ok(())

@@ -190,7 +190,7 @@ impl Engine for CudaEngine {
     }
 
     fn sampled_together(&self) -> Option<usize> {
-        (self.model.kernels == KernelSet::Fused).then(|| most_together(&self.model.gpu))
+        self.model.has_steps().then(|| most_together(&self.model.gpu))
     }
 
     fn read_once_from(&self, spec: &SessionSpec, sequences: usize) -> Option<usize> {
@@ -206,6 +206,9 @@ impl Engine for CudaEngine {
         applied: &[AppliedAdapter],
     ) -> Result<Arc<dyn Engine>> {
         let (model, key_copies) = (&self.model, self.key_copies);
+        if model.config.hyper.is_some() {
+            return Err(merged_only("a residual of several streams".into()));
+        }
         if key_copies > 1 {
             return Err(merged_only(format!(
                 "a model whose key heads are kept {key_copies} times"

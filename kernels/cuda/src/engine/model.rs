@@ -6,29 +6,31 @@ use super::held::{CudaLayer, HeldLayer, stack};
 use super::host_experts::HostExperts;
 use super::layer::CudaLayers;
 use super::part::GpuPart;
-use super::pass::{Context, few_rows};
+use super::pass::{Context, Mixing, StreamGains, few_rows};
 use super::request::MemoryRequest;
 use super::residency::{BankLayers, ModelBank};
 use super::served::check_shape;
 use super::session::step_rows::most_together;
+use super::session::stream_rows::StreamRows;
 use super::weights::{
     self, TrellisCodes, bank_sizes, half_of_experts, has_sorted_inputs, no_weight, stored_by_layer,
     told_kinds, weight_bytes,
 };
 use crate::bank::StageSizes;
 use crate::{
-    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HalfRows, HostStage, PackedKind, Stack,
-    Stream, Uploader,
+    Buffer, Checked, DeviceLinear, DevicePages, DeviceStates, Gpu, HalfRows, HostStage, PackedKind,
+    RowsOut, Stack, Stream, Uploader,
 };
 use nq_formats::{Progress, Scheme, Weight, WeightStore, human_bytes};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, Dims, ModelConfig, Product};
-use nq_runtime::Result;
+use nq_model::{DType, Dims, ModelConfig, Product, Shape};
+use nq_runtime::{Error, Result};
 use nq_runtime::interface::{LoadOptions, SessionSpec, Split};
-use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::models::{Ending, LayerWeights};
+use nq_runtime::ngrams::NgramRows;
 use nq_runtime::rope::Rotary;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
 use std::borrow::Cow;
@@ -43,7 +45,11 @@ pub(super) struct CudaModel {
     /// Device memory that weights take.
     pub(super) weights: usize,
     pub(super) layers: CudaLayers,
-    pub(super) norm: Buffer<f32>,  // [hidden]
+    pub(super) norm: Buffer<f32>,  // [hidden], or [streams, hidden]
+    /// What weighs several streams behind the last layer: `[rank, streams hidden]` and `[streams hidden, rank]`.
+    mix: Option<[DeviceLinear; 2]>,
+    /// Tables of n-grams, in files: rows are looked up on the host.
+    pub(super) tables: Vec<Option<NgramRows>>, // [layers]
     pub(super) head: DeviceLinear, // [vocab, hidden]
     /// `[vocab, hidden]`; `None` if the head is the same matrix.
     embedding: Option<DeviceLinear>,
@@ -171,6 +177,14 @@ impl CudaModel {
         let kernels = options.kernels;
         check_shape(config, kernels)?;
         gpu.limit_memory(options.gpu_memory);
+        if config.hyper.is_some() && options.cpu_experts.is_some_and(|layers| layers > 0) {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "experts on the CPU (--cpu-experts)",
+                expected: "a residual of one stream".into(),
+                found: format!("{} streams", config.streams()),
+            });
+        }
         let cpu_experts = match part {
             // What experts on the CPU make is added to the residual stream itself, not to a rank's share.
             Some(_) => Some(0),
@@ -202,6 +216,11 @@ impl CudaModel {
         let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
+        let ending = Ending::read(store, config)?;
+        let mixes = names::end_parameters(config).filter(|(_, s)| matches!(s, Shape::Matrix(..)));
+        for ((name, _), w) in mixes.zip(ending.mix.iter().flatten()) {
+            kinds.insert(name, WeightKind::of(w));
+        }
         let codes = kinds.values().map(|&kind| TrellisCodes::of_kind(kind));
         let trellis = match kernels {
             KernelSet::Fused => codes.max().unwrap_or_default(),
@@ -291,6 +310,7 @@ impl CudaModel {
         };
         drop(embedding_weight);
         let mut layers = CudaLayers::new(config);
+        let mut tables = Vec::new();
         let mut first = Some(first);
         for index in 0..config.num_hidden_layers {
             let weights = match first.take() {
@@ -307,6 +327,7 @@ impl CudaModel {
             if let Some(delta) = weights.spec.recurrence() {
                 (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
             }
+            tables.push(NgramRows::open(store, config, index)?);
             let held = held_layer(config, &weights, experts_on_host);
             let banked = match &mut bank {
                 Some(bank) => bank.pack(&mut uploader, &weights, &held, index, plain)?,
@@ -330,8 +351,15 @@ impl CudaModel {
             layers.all.push(layer);
             weights.linears.values().for_each(|w| done.add(w));
         }
-        let norm = models::final_norm(store, config)?;
-        let norm = gpu.upload("a norm", &norm.to_f32()?)?;
+        let norm = gpu.upload("a norm", &ending.norm.to_f32()?)?;
+        let mut mix = |w: &Weight| {
+            done.add(w);
+            slower.pack(&mut uploader, &[w], Stack::Concat, is_plain(w))
+        };
+        let mix = match &ending.mix {
+            Some([down, up]) => Some([mix(down)?, mix(up)?]),
+            None => None,
+        };
         uploader.finish()?;
         if let Some(bank) = &bank {
             progress.note(&bank.told());
@@ -365,6 +393,8 @@ impl CudaModel {
             kernels,
             layers,
             norm,
+            mix,
+            tables,
             head,
             embedding,
             trellis,
@@ -425,6 +455,37 @@ impl CudaModel {
         }
     }
 
+    /// True if it has recorded steps of few rows. Rows of several streams, and those of the reference kernels, pass as rows of
+    /// prompts do.
+    pub(super) fn has_steps(&self) -> bool {
+        self.kernels == KernelSet::Fused && self.mix.is_none()
+    }
+
+    /// Computes what the head reads of the listed rows behind the last layer: `m` rows of `x`, or of `streams`.
+    pub(super) fn end(
+        &self,
+        stream: &Stream,
+        x: &Buffer<f32>,
+        streams: &mut Option<StreamRows>,
+        wanted: &Checked<u32>,
+        out: &RowsOut<'_>,
+        m: usize,
+    ) -> nq_kernels::Result<()> {
+        let (gain, eps) = (&self.norm, self.config.rms_norm_eps);
+        match (streams, &self.mix) {
+            (Some(streams), Some([down, up])) => {
+                let mixing = Mixing {
+                    norm: StreamGains { gain, eps },
+                    down,
+                    up,
+                    inject: None,
+                };
+                streams.read(stream, &mixing, Some(wanted), out, None, m)
+            }
+            _ => stream.rms_norm(x, Some(wanted), gain, out, m, eps),
+        }
+    }
+
     /// The embedding `[vocab, hidden]`.
     pub(super) fn embedding(&self) -> &DeviceLinear {
         self.embedding.as_ref().unwrap_or(&self.head)
@@ -443,6 +504,7 @@ impl CudaModel {
                 .host
                 .bytes_per_token(self.config.experts.as_ref())
             + self.norm.bytes()
+            + self.mix.iter().flatten().map(DeviceLinear::bytes).sum::<usize>()
             + self.head.bytes()
     }
 }

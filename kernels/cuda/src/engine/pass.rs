@@ -6,6 +6,7 @@ mod experts;
 mod fused;
 mod observed;
 mod products;
+mod streams;
 
 use super::adapters::Adapted;
 use super::held::CudaLayer;
@@ -29,11 +30,12 @@ use nq_model::forward::{
     Delta, DeltaParameters, Experts, HeadVectors, Operand, Packed, Projection, Shared, StreamVerbs,
     Verbs,
 };
-use nq_model::{Dims, ModelConfig};
+use nq_model::{Dims, ModelConfig, OutputGate};
 use nq_runtime::interface::Observer;
 pub(super) use observed::fetch;
 use products::{AddedInput, Head};
 pub(super) use products::{Inputs, Product};
+pub(super) use streams::{Mixing, StreamGains, StreamPass};
 
 /// What all layers of a pass share.
 #[derive(Clone, Copy)]
@@ -84,6 +86,7 @@ impl<'a> Context<'a> {
             decay: &vectors.decay,
             dt_bias: &vectors.dt_bias,
             norm: &vectors.norm,
+            gate: self.config.delta.map_or(OutputGate::Silu, |d| d.gate),
             eps: self.config.rms_norm_eps,
         }
     }
@@ -105,6 +108,8 @@ pub(super) struct Pass<'a> {
     pub(super) rows: Rows<'a>,
     pub(super) inputs: Inputs<'a>,
     pub(super) sequences: Sequences<'a>,
+    /// Of a residual of several streams: `rows.x` is then what a block adds to them.
+    pub(super) streams: Option<StreamPass<'a>>,
     /// What this GPU exchanges with others, if it is one of several.
     pub(super) ranks: Option<&'a mut RankRows>,
     pub(super) observer: Option<&'a mut dyn Observer>,
@@ -317,6 +322,9 @@ impl Verbs for Pass<'_> {
 
     /// Normalizes the residual stream, to which it adds pending sums first.
     fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
+        if self.streams.is_some() {
+            return self.norm_streams(gain);
+        }
         let Inputs::Half { halves, full, sums } = &mut self.inputs else {
             return Ok(());
         };
@@ -345,13 +353,15 @@ impl Verbs for Pass<'_> {
     }
 
     fn streams(&mut self) -> Result<&mut dyn StreamVerbs<DeviceLinear, Buffer<f32>, Error>> {
-        // Such models are refused before they are loaded on a GPU.
-        Err(Error::Shape {
-            op: "a layer on a GPU",
-            what: "the residual",
-            expected: "a residual of one stream".into(),
-            found: "several streams".into(),
-        })
+        match self.streams {
+            Some(_) => Ok(self),
+            None => Err(Error::Shape {
+                op: "a layer on a GPU",
+                what: "the residual",
+                expected: "a residual of one stream".into(),
+                found: "several streams".into(),
+            }),
+        }
     }
 
     fn project(
@@ -445,6 +455,9 @@ impl Verbs for Pass<'_> {
                 stream.timed(("append", "fused", size), 0, || {
                     stream.append(qkv, rows, &heads, cache, m)
                 })?;
+                if self.streams.is_some() {
+                    return stream.timed(key, 0, || self.attend_to_chosen(&heads, cache));
+                }
                 let heads = heads.heads;
                 match &mut self.inputs {
                     Inputs::Half {

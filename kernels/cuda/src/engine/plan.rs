@@ -240,6 +240,11 @@ impl MemoryRequest<'_> {
         host: usize,
         weights: impl Fn(ExpertsAt) -> Result<usize>,
     ) -> Result<PlacedExperts> {
+        // Experts of rows of several streams are on the GPU, all of them.
+        let (wanted, bank) = match self.config.hyper {
+            Some(_) => (Some(0), None),
+            None => (wanted, bank),
+        };
         if let (None | Some(0), Some(experts), Some(bank)) = (wanted, self.config.experts, bank) {
             let all = weights(ExpertsAt::Gpu)?;
             let request = MemoryRequest {

@@ -1,13 +1,15 @@
 //! The shapes of models that the kernels serve.
 
+use crate::indexer::MOST_GROUP as MOST_CHOSEN_GROUP;
 use crate::pack::{SPAN, TILE};
 use crate::{
-    CONV, DELTA_DIM, HEAD_DIM, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, WIDE_HEAD_DIM,
+    CONV, DELTA_DIM, HEAD_DIM, INDEX_DIM, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, WIDE_HEAD_DIM,
     rotary_dims,
 };
 use nq_formats::{Progress, Shard};
 use nq_kernels::KernelSet;
-use nq_model::ModelConfig;
+use nq_kernels::pages::PAGE;
+use nq_model::{ModelConfig, OutputGate};
 use nq_runtime::{Error, Result};
 
 /// Most query heads of a key head that the kernels of attention serve.
@@ -23,7 +25,11 @@ pub fn served(c: &ModelConfig) -> Shard {
 
 /// Copies of the key heads with which the kernels serve a model of shape `c`.
 pub(super) fn key_copies(c: &ModelConfig) -> usize {
-    Shard::copies_for(c, MOST_GROUP)
+    match c.hyper {
+        // Their attention is not that of steps.
+        Some(_) => 1,
+        None => Shard::copies_for(c, MOST_GROUP),
+    }
 }
 
 /// Says that keys and values are kept more than once, if they are.
@@ -81,18 +87,27 @@ pub fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
             });
         }
     }
+    check_streams(config)?;
     let group = config.num_attention_heads / config.num_key_value_heads;
-    if group > MOST_GROUP {
-        return refuse("query heads per key head", "at most 8", group);
+    let (most, expected) = match config.indexer {
+        Some(_) => (MOST_CHOSEN_GROUP, "at most 16"),
+        None => (MOST_GROUP, "at most 8"),
+    };
+    if group > most {
+        return refuse("query heads per key head", expected, group);
     }
     match config.experts {
         Some(experts) => {
-            if !experts.width.is_multiple_of(SPAN) {
-                return refuse("moe_intermediate_size", "a multiple of 256", experts.width);
+            let (unit, expected) = match config.hyper {
+                Some(_) => (2 * TILE, "a multiple of 32"),
+                None => (SPAN, "a multiple of 256"),
+            };
+            if !experts.width.is_multiple_of(unit) {
+                return refuse("moe_intermediate_size", expected, experts.width);
             }
-            if !experts.shared.is_multiple_of(SPAN) {
+            if !experts.shared.is_multiple_of(unit) {
                 let what = "shared_expert_intermediate_size";
-                return refuse(what, "a multiple of 256", experts.shared);
+                return refuse(what, expected, experts.shared);
             }
             if !config.hidden_size.is_multiple_of(TILE) {
                 return refuse("hidden_size", "a multiple of 16", config.hidden_size);
@@ -122,6 +137,36 @@ pub fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
         return refuse("hidden_size", "a multiple of 8", config.hidden_size);
     }
     Ok(())
+}
+
+/// Refuses residuals of several streams, and what only these have, of other sizes than the kernels serve.
+fn check_streams(c: &ModelConfig) -> Result<()> {
+    if let Some(i) = c.indexer {
+        if i.head_dim != INDEX_DIM {
+            return refuse("indexer_head_dim", "128", i.head_dim);
+        }
+        if !i.block.is_multiple_of(4) || !PAGE.is_multiple_of(i.block.max(1)) {
+            let what = "indexer_compress_ratio";
+            return refuse(what, "a multiple of 4 that divides 128", i.block);
+        }
+    }
+    match (&c.hyper, &c.ngrams) {
+        (Some(hyper), _) if !hyper.rank.is_multiple_of(8) => {
+            refuse("hc_lowrank", "a multiple of 8", hyper.rank)
+        }
+        (Some(_), Some(table)) if !table.width.is_multiple_of(8) => {
+            refuse("ple_embed_dim", "a multiple of 8", table.width)
+        }
+        (None, _) if c.delta.is_some_and(|d| d.gate == OutputGate::Sigmoid) => {
+            Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "the gate of recurrences beside a residual of one stream",
+                expected: "SiLU".into(),
+                found: "a sigmoid".into(),
+            })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The error of a size that the kernels do not serve.

@@ -11,6 +11,7 @@ mod rows;
 mod states;
 pub(super) mod step;
 pub(super) mod step_rows;
+pub(super) mod stream_rows;
 pub(super) mod taps;
 #[cfg(test)]
 mod tests;
@@ -30,7 +31,6 @@ use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
 use images::SessionImages;
 use memory::SessionMemory;
-use nq_kernels::KernelSet;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::images::SequenceImages;
 use nq_runtime::interface::{
@@ -44,6 +44,7 @@ use rank_rows::RankRows;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use step_rows::StepRows;
+use stream_rows::StreamsKept;
 use taps::Taps;
 
 /// Sequences in progress over a [`CudaModel`].
@@ -62,6 +63,8 @@ pub(super) struct CudaSession {
     placed: Vec<Vec<u32>>,
     pages: DevicePages,
     states: Option<DeviceStates>,
+    /// Of a residual of several streams, at the places of states.
+    kept: Option<StreamsKept>,
     snapshots: Snapshots,
     /// By slot, the length at which its states stand, if the rows behind it are kept and not in them.
     behind: Vec<Option<usize>>,
@@ -128,6 +131,7 @@ impl CudaSession {
             placed: vec![Vec::new(); spec.slots],
             pages: memory.pages,
             states: memory.states,
+            kept: memory.kept,
             snapshots: Snapshots::new(slots, spec.snapshot_count(), spec.slots),
             behind: vec![None; spec.slots],
             stateless: vec![false; spec.slots],
@@ -188,6 +192,21 @@ impl CudaSession {
     }
 }
 
+/// Copies what a sequence has at place `from` beside pages to place `to`.
+fn copy_places(
+    stream: &Stream,
+    states: &mut DeviceStates,
+    kept: &mut Option<StreamsKept>,
+    from: usize,
+    to: usize,
+) -> nq_kernels::Result<()> {
+    stream.copy_states(states, from, to)?;
+    match kept {
+        Some(kept) => kept.copy(stream, from, to),
+        None => Ok(()),
+    }
+}
+
 /// Host memory for copying pages, allocated at its first use.
 fn staging<'a>(
     host: &'a mut Option<PageStaging>,
@@ -244,17 +263,17 @@ impl Session for CudaSession {
         let reached = match &mut self.states {
             None => len,
             Some(states) if let Some(at) = kept => {
-                self.stream.copy_states(states, from, to)?;
+                copy_places(&self.stream, states, &mut self.kept, from, to)?;
                 if at < len {
                     self.stream.settle_states(states, from, to, len - at)?;
                 }
                 len
             }
             Some(states) if ends => {
-                self.stream.copy_states(states, from, to)?;
+                copy_places(&self.stream, states, &mut self.kept, from, to)?;
                 // The sequences part here: others may, too.
                 if let Some(place) = self.snapshots.take(from, len) {
-                    self.stream.copy_states(states, from, place)?;
+                    copy_places(&self.stream, states, &mut self.kept, from, place)?;
                 }
                 len
             }
@@ -276,6 +295,14 @@ impl Session for CudaSession {
     }
 
     fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
+        if self.kept.is_some() && !images.is_empty() {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "images before a residual of several streams",
+                expected: "text".into(),
+                found: format!("{} images", images.len()),
+            });
+        }
         let shown = SequenceImages::new(images, self.model.config.hidden_size)?;
         // Layers of other GPUs do not add rows of images.
         let (levels, layers) = (shown.levels(), self.model.layers.all.len());
@@ -320,10 +347,10 @@ impl Session for CudaSession {
     ) -> Result<Logits<'_>> {
         self.check_chunks(chunks)?;
         self.logits.clear();
-        let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
+        let steps = self.model.has_steps() && observer.is_none() && self.is_idle();
         let ran = match chunks {
             [] => Ok(()),
-            chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks),
+            chunks if steps && self.fit_a_step(chunks) => self.forward_step(chunks),
             chunks => self.forward_many(chunks, observer),
         };
         ran.inspect_err(|e| self.lose(chunks, e))?;
@@ -361,9 +388,9 @@ impl Session for CudaSession {
     fn draft_rows(&self) -> usize {
         // Rows that turn out to be wrong have to be taken out of states again.
         let takes_back = self.states.as_ref().is_none_or(DeviceStates::keeps_rows);
-        match self.model.kernels {
-            KernelSet::Fused if takes_back => self.step.most_run(),
-            KernelSet::Fused | KernelSet::Reference => 1,
+        match self.model.has_steps() && takes_back {
+            true => self.step.most_run(),
+            false => 1,
         }
     }
 
@@ -372,9 +399,9 @@ impl Session for CudaSession {
     }
 
     fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
-        match self.model.kernels {
-            KernelSet::Fused => Some(self),
-            KernelSet::Reference => None,
+        match self.model.has_steps() {
+            true => Some(self),
+            false => None,
         }
     }
 
@@ -386,12 +413,12 @@ impl Session for CudaSession {
 impl Streams for CudaSession {
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
         let (model, spec) = (&self.model, &self.spec);
-        if model.kernels == KernelSet::Reference {
+        if !model.has_steps() {
             return Err(Error::Unsupported {
                 engine: "nq on a GPU",
                 what: "drafts from residual streams",
-                expected: "--kernels fused".into(),
-                found: model.kernels.to_string(),
+                expected: "--kernels fused, and a residual of one stream".into(),
+                found: format!("{} and {} streams", model.kernels, model.config.streams()),
             });
         }
         head.check("a GPU", spec.drafts)?;

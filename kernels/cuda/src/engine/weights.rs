@@ -12,7 +12,7 @@ use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, Dims, LayerSpec, ModelConfig, Product};
+use nq_model::{DType, Dims, LayerSpec, ModelConfig, NgramTable, Product, Shape};
 use nq_runtime::Result;
 use nq_runtime::stacks::StackedLinear;
 use nq_runtime::states::{is_recurrent, shape_of};
@@ -371,7 +371,12 @@ pub(super) fn weight_bytes(
             all
         }
     };
-    let norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
+    let norm = gpu.zeros::<f32>("a norm", c.stream_width())?;
+    let mix = names::end_parameters(c).filter_map(|(name, shape)| match shape {
+        Shape::Matrix(rows, cols) => Some(matrix(gpu, kinds, &name, Dims::new(rows, cols))),
+        Shape::Vector(_) => None,
+    });
+    let mix: Vec<DeviceLinear> = mix.collect::<Result<_>>()?;
     let head = head(gpu, c, kinds, part)?;
     let _embedding = if c.tie_word_embeddings {
         None
@@ -385,7 +390,10 @@ pub(super) fn weight_bytes(
     };
     Ok(WeightBytes {
         held: layers.held + account.held(),
-        read: layers.read + norm.bytes() + head.bytes(),
+        read: layers.read
+            + norm.bytes()
+            + mix.iter().map(DeviceLinear::bytes).sum::<usize>()
+            + head.bytes(),
     })
 }
 
@@ -428,7 +436,11 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
         .filter_map(|e| Some(e.name.split_once("nextn.")?.0))
         .chain(["mtp."])
         .collect();
-    let of_model = |e: &&TensorEntry| !behind.iter().any(|start| e.name.starts_with(start));
+    // Tables of n-grams stay on the host.
+    let of_model = |e: &&TensorEntry| {
+        !behind.iter().any(|start| e.name.starts_with(start))
+            && NgramTable::part_of(&e.name).is_none()
+    };
     for entry in entries.iter().filter(of_model) {
         let mut words = entry.name.split('.');
         // The names in Hugging Face checkpoints and in GGUF.

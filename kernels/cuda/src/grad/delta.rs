@@ -76,6 +76,7 @@ impl CudaOps {
         };
         let spans: Vec<DeltaSpan> = (0..inputs.batch).map(span).collect();
         let vectors = DeltaVectors {
+            gate: nq_model::OutputGate::Silu,
             conv: inputs.conv,
             decay: inputs.decay,
             dt_bias: inputs.dt_bias,
@@ -131,6 +132,7 @@ impl CudaOps {
         let steps: Vec<Step> = (0..m).map(step).collect();
         let steps = Checked::upload(&self.gpu, "rows", &steps, bounds)?;
         let vectors = DeltaVectors {
+            gate: nq_model::OutputGate::Silu,
             conv: inputs.conv,
             decay: inputs.decay,
             dt_bias: inputs.dt_bias,

@@ -10,6 +10,7 @@ use nq_cuda::{
 };
 use nq_kernels::{DeltaShape, reference};
 use nq_model::DType;
+use nq_model::OutputGate;
 use nq_testkit::compare::nmse;
 use nq_testkit::delta::{EPS, Vectors, reference, rows, shape, vectors};
 use nq_testkit::weights::{dense, normal};
@@ -60,6 +61,7 @@ struct DeltaCheck<'a> {
     qkvz: Vec<f32>,
     ba: Vec<f32>,
     expected: Vec<f32>,
+    gate: OutputGate,
 }
 
 impl<'a> DeltaCheck<'a> {
@@ -89,12 +91,14 @@ impl<'a> DeltaCheck<'a> {
             qkvz,
             ba,
             expected,
+            gate: OutputGate::Silu,
         }
     }
 
     fn vectors(&self) -> DeltaVectors<'_> {
         let [conv, decay, dt_bias, norm] = &self.vectors;
         DeltaVectors {
+            gate: self.gate,
             conv,
             decay,
             dt_bias,
@@ -336,6 +340,14 @@ fn many_rows() {
         let width = c.shape.values();
         let whole = c.many(&[(0, 0, len, None)]);
         c.compare("whole", 0, &whole, CLOSE);
+        // Of gates that are sigmoids, the output times z is what it is with SiLU. Steps refuse them.
+        c.gate = OutputGate::Sigmoid;
+        let by_sigmoid = c.many(&[(0, 0, len, None)]);
+        let stride = c.shape.channels() + width;
+        let z = c.qkvz.chunks(stride).flat_map(|row| &row[stride - width..]);
+        let times_z: Vec<f32> = by_sigmoid.iter().zip(z).map(|(y, z)| y * z).collect();
+        c.compare("gates by a sigmoid", 0, &times_z, CLOSE);
+        c.gate = OutputGate::Silu;
         let mark = 27;
         let first = c.many(&[(1, 0, 35, Some(mark)), (0, 0, 3, None)]);
         c.compare("the first piece", 0, &first[..35 * width], CLOSE);

@@ -65,6 +65,7 @@ impl Recurrence {
     fn vectors(&self) -> DeltaVectors<'_> {
         let [conv, decay, dt_bias, norm] = &self.vectors;
         DeltaVectors {
+            gate: nq_model::OutputGate::Silu,
             conv,
             decay,
             dt_bias,

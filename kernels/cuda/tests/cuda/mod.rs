@@ -12,6 +12,8 @@ mod driver;
 mod exl3;
 mod experts;
 mod grad;
+mod hyper;
+mod indexer;
 mod layers;
 mod ranks;
 mod rows;

@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1]
 HEADERS = ["places.cuh", "weights.cuh", "dequant.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
 HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cuh", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh", "tower.cuh", "tower.cu"]
+HEADERS += ["spans.cuh", "hyper.cu", "indexer.cu"]
 HEADERS += ["exl3.cuh", "exl3_rows.cuh", "exl3_rows.cu", "exl3_expand.cu", "gather.cu"]
 HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "layers_trellis.cuh"]
 HEADERS += ["layers_block.cuh", "layers_inputs.cuh", "layers_products.cuh", "layers_requests.cuh", "layers_strips.cuh", "step_layers.cuh"]
@@ -26,7 +27,7 @@ STAND_INS = ["common.cuh", "exchange.cuh"]
 # Blocks in clusters, and blocks alone (`layers_cluster.cuh`).
 DEVICES = {"9.0": ["-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL=1"], "8.0": ["-D__CUDA_ARCH__=800"]}
 # What is the same for both is tested once.
-SOURCES = {"9.0": ["operands", "gather", "tower", "trellis", "exl3", "trellis_search", "step_layers", "step_layers_ranks"], "8.0": ["step_layers", "step_layers_ranks"]}
+SOURCES = {"9.0": ["operands", "gather", "streams", "tower", "trellis", "exl3", "trellis_search", "step_layers", "step_layers_ranks"], "8.0": ["step_layers", "step_layers_ranks"]}
 
 
 def include():

@@ -7,6 +7,7 @@ mod downloads;
 mod drafts;
 mod eagle;
 mod engine;
+mod flash_next;
 mod hybrids;
 mod images;
 mod mtp;

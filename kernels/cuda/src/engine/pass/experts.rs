@@ -52,8 +52,10 @@ impl Pass<'_> {
             )
         };
         let (up, down) = (&experts.gate_up, &experts.down);
-        if let (GROUPED_ROWS.., Inputs::Half { halves, .. }, Some(grouped)) =
-            (m, &self.inputs, grouped)
+        // Rows of several streams are not normalized by products.
+        let least = if self.streams.is_some() { 1 } else { GROUPED_ROWS };
+        if let (true, Inputs::Half { halves, .. }, Some(grouped)) =
+            (m >= least, &self.inputs, grouped)
         {
             let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
             let routes = ("routes", "fused", Dims::new(all, each));

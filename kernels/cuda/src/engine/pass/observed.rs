@@ -53,8 +53,9 @@ impl Pass<'_> {
     /// Shows the observer the residual stream behind a layer.
     pub(super) fn show_output(&mut self, layer: usize) -> Result<()> {
         if let Some(observer) = &mut self.observer {
-            let n = self.m * self.on.config.hidden_size;
-            observer.layer_output(layer, &fetch(self.on.stream, self.rows.x, n)?);
+            let n = self.m * self.on.config.stream_width();
+            let x = self.streams.as_ref().map_or(&*self.rows.x, |s| &s.rows.x);
+            observer.layer_output(layer, &fetch(self.on.stream, x, n)?);
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
 mod downloads;
+mod streams;
 
 use super::*;
 use crate::Version;

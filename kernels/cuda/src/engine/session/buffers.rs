@@ -1,5 +1,6 @@
 //! Buffers of a session beside those of its steps.
 
+use super::stream_rows::StreamRows;
 use super::taps::Taps;
 use crate::engine::held::largest_mixture;
 use crate::engine::weights::TrellisCodes;
@@ -32,6 +33,8 @@ pub(in crate::engine) struct Widths {
     pub(in crate::engine) vocab: usize,
     pub(in crate::engine) experts: Option<Experts>,
     pub(in crate::engine) delta: Option<DeltaShape>,
+    /// From how many rows on they are grouped by expert.
+    pub(in crate::engine) groups_from: usize,
 }
 
 impl Widths {
@@ -46,6 +49,10 @@ impl Widths {
             vocab: c.vocab_size,
             experts: c.experts,
             delta,
+            groups_from: match c.hyper {
+                Some(_) => 1,
+                None => GROUPED_ROWS,
+            },
         }
     }
 
@@ -65,7 +72,7 @@ impl Widths {
             experts: match (codes, self.experts) {
                 (TrellisCodes::Own, Some(e)) => {
                     let e = &largest_mixture(&e);
-                    let sorted = many >= GROUPED_ROWS;
+                    let sorted = many >= self.groups_from;
                     CodedExperts {
                         few: many.min(GROUPED_ROWS) * chosen(e),
                         sorted: if sorted { many * chosen(e) } else { 0 },
@@ -113,6 +120,8 @@ pub(super) struct ManyRows {
     pub(super) experts: Option<ExpertRows>,
     pub(super) full: Option<FullRows>,
     pub(super) taps: Option<Taps>,
+    /// Of a residual of several streams, to which `x` is what a block adds.
+    pub(super) streams: Option<StreamRows>,
 }
 
 impl ManyRows {
@@ -148,12 +157,13 @@ impl ManyRows {
             },
             head_in: gpu.zeros("activations", LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
-            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, m)?,
+            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, m, w.groups_from)?,
             full: match kernels {
                 KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
                 KernelSet::Fused => None,
             },
             taps: None,
+            streams: None,
         })
     }
 }
@@ -217,12 +227,14 @@ pub(in crate::engine) struct ExpertRows {
 }
 
 impl ExpertRows {
-    /// Allocates them for up to `rows` rows of `hidden` values; `None` without experts.
+    /// Allocates them for up to `rows` rows of `hidden` values, of which so many are grouped by expert, or more; `None`
+    /// without experts.
     pub(in crate::engine) fn new(
         gpu: &Gpu,
         experts: Option<&Experts>,
         hidden: usize,
         rows: usize,
+        groups_from: usize,
     ) -> Result<Option<Self>> {
         let Some(experts) = experts else {
             return Ok(None);
@@ -234,7 +246,7 @@ impl ExpertRows {
             scores: f32s(rows * stacked(experts))?,
             shared: f32s(rows)?,
             gated: f32s(rows.min(GROUPED_ROWS) * gated_width(experts))?,
-            grouped: (rows >= GROUPED_ROWS).then(grouped).transpose()?,
+            grouped: (rows >= groups_from).then(grouped).transpose()?,
         }))
     }
 }

@@ -2,6 +2,7 @@
 
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
+use super::stream_rows::{StreamRows, StreamsKept};
 use super::step_rows::{StepRows, StepSizes, most_rows};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
@@ -28,6 +29,7 @@ pub(in crate::engine) struct SessionMemory {
     pub(super) gathered: Option<GatheredRows>,
     pub(super) drafts: Option<DraftMemory>,
     pub(super) adapters: Option<AdapterRows>,
+    pub(super) kept: Option<StreamsKept>,
 }
 
 impl SessionMemory {
@@ -58,6 +60,10 @@ impl SessionMemory {
             ctx: spec.ctx,
         };
         let pages = DevicePages::new(gpu, shape)?;
+        let pages = match c.indexer {
+            Some(indexer) => pages.with_block_keys(gpu, indexer.block)?,
+            None => pages,
+        };
         let places = pages.places();
         let table = (places.positions + many_rows) * c.rotary_dims() / 2;
         let states = |delta| {
@@ -91,6 +97,7 @@ impl SessionMemory {
         };
         let mut step = StepRows::new(gpu, c, head, shape)?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
+        many.streams = StreamRows::new(gpu, c, many_rows, places.positions, request.together)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
             let grouped = [&mut step.experts, &mut many.experts].into_iter().flatten();
             let mut grouped = grouped.filter_map(|e| e.grouped.as_mut()).peekable();
@@ -101,6 +108,7 @@ impl SessionMemory {
         }
         Ok(SessionMemory {
             drafts,
+            kept: StreamsKept::new(gpu, c, places.slots + spec.snapshot_count())?,
             adapters: AdapterRows::new(gpu, adapters, many_rows.max(rows))?,
             room: trellis.any().then(room).transpose()?,
             gathered: request.sorted.then(gathered).transpose()?,
@@ -117,6 +125,7 @@ impl SessionMemory {
     pub(in crate::engine) fn kv_bytes(&self) -> usize {
         let states = self.states.as_ref().map_or(0, DeviceStates::bytes);
         let drafts = self.drafts.as_ref().map_or(0, DraftMemory::kv_bytes);
-        self.pages.bytes() + states + drafts
+        let kept = self.kept.as_ref().map_or(0, StreamsKept::bytes);
+        self.pages.bytes() + states + drafts + kept
     }
 }

@@ -1,6 +1,7 @@
 //! The pages and states of a session's sequences, for those that are written to disk and read back.
 
-use super::{CudaSession, staging};
+use super::stream_rows::StreamsKept;
+use super::{CudaSession, copy_places, staging};
 use crate::DeviceStates;
 use nq_kernels::pages::PAGE;
 use nq_runtime::checks::check_bytes;
@@ -17,7 +18,8 @@ impl Pages for CudaSession {
     }
 
     fn state_bytes(&self) -> Option<usize> {
-        Some(self.states.as_ref().map_or(0, DeviceStates::place_bytes))
+        let kept = self.kept.as_ref().map_or(0, StreamsKept::place_bytes);
+        Some(self.states.as_ref().map_or(0, DeviceStates::place_bytes) + kept)
     }
 
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
@@ -54,7 +56,13 @@ impl Pages for CudaSession {
         };
         match (&self.states, place) {
             (None, _) => Ok(()),
-            (Some(states), Some(place)) => Ok(self.stream.read_states(states, place, out)?),
+            (Some(states), Some(place)) => {
+                self.stream.read_states(states, place, out)?;
+                match &self.kept {
+                    Some(kept) => Ok(kept.read(&self.stream, place, out)?),
+                    None => Ok(()),
+                }
+            }
             (Some(_), None) => Err(Error::Request {
                 what: "states of a sequence",
                 expected: "a length at which they are kept".into(),
@@ -67,11 +75,16 @@ impl Pages for CudaSession {
         let Some(states) = &mut self.states else {
             return Ok(());
         };
-        check_bytes("states of a sequence", state, states.place_bytes())?;
+        let kept = self.kept.as_ref().map_or(0, StreamsKept::place_bytes);
+        check_bytes("states of a sequence", state, states.place_bytes() + kept)?;
+        let (state, rest) = state.split_at(states.place_bytes());
         self.stream.write_states(states, slot, state)?;
+        if let Some(kept) = &mut self.kept {
+            kept.write(&self.stream, slot, rest)?;
+        }
         (self.stateless[slot], self.behind[slot]) = (false, None);
         if let Some(place) = self.snapshots.take(slot, self.tables.len(slot)) {
-            self.stream.copy_states(states, slot, place)?;
+            copy_places(&self.stream, states, &mut self.kept, slot, place)?;
         }
         Ok(())
     }

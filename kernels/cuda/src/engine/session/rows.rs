@@ -5,7 +5,9 @@ use super::buffers::{FullRows, LOGIT_ROWS, Widths};
 use super::rank_rows::{Handover, gather_logits, hand_over};
 use crate::engine::adapters::Adapted;
 use crate::engine::part::GpuPart;
-use crate::engine::pass::{Fused, Inputs, Pass, PassState, Product, Rows, Sequences, fetch};
+use crate::engine::pass::{
+    Fused, Inputs, Pass, PassState, Product, Rows, Sequences, StreamPass, fetch,
+};
 use crate::{CONV, DeltaSpan, GemmOutput, RowsOut, SequenceRows};
 use nq_kernels::KernelSet;
 use nq_model::Dims;
@@ -25,6 +27,7 @@ impl CudaSession {
             model,
             pages,
             states,
+            kept,
             cos_sin,
             many,
             ranks,
@@ -37,6 +40,13 @@ impl CudaSession {
         } = self;
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
         images.show(stream, spans, 0, &mut many.x, None)?;
+        if let Some(streams) = &mut many.streams {
+            stream.spread_streams(&many.x, &mut streams.x, m, streams.dims)?;
+        }
+        let streams = match (&mut many.streams, kept) {
+            (Some(rows), Some(kept)) => Some(StreamPass { rows, kept }),
+            _ => None,
+        };
         let on = model.context(
             stream,
             pages,
@@ -65,6 +75,7 @@ impl CudaSession {
                 spans,
                 recurrent: many.recurrent.as_mut(),
             },
+            streams,
             ranks: ranks.as_mut(),
             observer: match observer {
                 Some(observer) => Some(&mut **observer),
@@ -117,7 +128,7 @@ impl CudaSession {
             ..
         } = self;
         let c = &model.config;
-        let (h, vocab, eps) = (c.hidden_size, c.vocab_size, c.rms_norm_eps);
+        let (h, vocab) = (c.hidden_size, c.vocab_size);
         let mut seen = Vec::new();
         for rows in rows.chunks(LOGIT_ROWS) {
             let m = rows.len();
@@ -126,7 +137,7 @@ impl CudaSession {
                 full: many.full.as_mut().map(|f| &mut f.normed),
                 half: Some(&mut many.head_in),
             };
-            stream.rms_norm(&many.x, Some(&many.wanted), &model.norm, &out, m, eps)?;
+            model.end(stream, &many.x, &mut many.streams, &many.wanted, &out, m)?;
             if let (Some(_), Some(full)) = (&observer, &many.full) {
                 seen.extend(fetch(stream, &full.normed, m * h)?);
             }
@@ -204,6 +215,16 @@ impl CudaSession {
             (s.rows.slot, rows)
         });
         self.adapted.begin(sequences);
+        if let (Some(kept), Some(streams)) = (&mut self.kept, &mut self.many.streams) {
+            if let Some(table) = &self.model.config.ngrams {
+                let tables = (table, &self.model.tables[..]);
+                streams.look_up(&self.stream, tables, kept, &spans, &tokens)?;
+            }
+            for span in &spans {
+                let own = span.rows.row..span.rows.row + span.rows.count;
+                kept.append(span, &tokens[own]);
+            }
+        }
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.write_turns(&turns)?;
@@ -259,13 +280,13 @@ impl CudaSession {
             logits_host,
             ..
         } = self;
-        let (h, eps) = (model.config.hidden_size, model.config.rms_norm_eps);
+        let h = model.config.hidden_size;
         let most = (many.logits.len() / h).clamp(1, LOGIT_ROWS);
         for rows in wanted.chunks(most) {
             let m = rows.len();
             many.wanted.write(0, rows)?;
             let normed = RowsOut::full(&mut many.logits);
-            stream.rms_norm(&many.x, Some(&many.wanted), &model.norm, &normed, m, eps)?;
+            model.end(stream, &many.x, &mut many.streams, &many.wanted, &normed, m)?;
             stream.read(&many.logits, 0, logits_host, 0..m * h)?;
             stream.synchronize()?;
             out.extend_from_slice(&logits_host.values()?[..m * h]);

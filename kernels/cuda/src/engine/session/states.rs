@@ -1,6 +1,6 @@
 //! The states of a session's sequences: where they stand, and how earlier ones are reached.
 
-use super::CudaSession;
+use super::{CudaSession, copy_places};
 use crate::DeviceStates;
 use nq_runtime::interface::Chunk;
 use nq_runtime::{Error, Result};
@@ -43,7 +43,7 @@ impl CudaSession {
             return 0;
         };
         // A stream that fails reports it to whoever uses the sequence next; it is empty until then.
-        match self.stream.copy_states(states, place, to) {
+        match copy_places(&self.stream, states, &mut self.kept, place, to) {
             Ok(()) => len,
             Err(_) => 0,
         }

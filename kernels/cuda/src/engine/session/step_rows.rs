@@ -1,6 +1,6 @@
 //! Buffers of the steps of a session.
 
-use super::buffers::{ExpertRows, Halves, Widths};
+use super::buffers::{ExpertRows, GROUPED_ROWS, Halves, Widths};
 use super::taps::Taps;
 use crate::engine::held::largest_mixture;
 use crate::engine::part::GpuPart;
@@ -205,7 +205,7 @@ impl StepRows {
             cascade,
             shared: None,
             columns,
-            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, rows)?,
+            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, rows, GROUPED_ROWS)?,
             layers: match part.filter(|part| part.split == Split::Tensors) {
                 None => LayersScratch::new(gpu, sizes)?,
                 Some(part) => LayersScratch::of_rank(gpu, sizes, part.rank)?,

@@ -165,6 +165,7 @@ fn kernels(
         rows,
         inputs,
         sequences,
+        streams: None,
         ranks: None,
         observer: None,
         drafting: None,

@@ -1,6 +1,6 @@
 //! Device memory of a layer that drafts, besides its weights, which plans and sessions allocate alike.
 
-use crate::engine::session::buffers::{ExpertRows, Halves, padded};
+use crate::engine::session::buffers::{ExpertRows, GROUPED_ROWS, Halves, padded};
 use crate::{
     Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, Gpu,
     HEAD_DIM, Logprobs, MOST_RUN, MOST_SEQUENCES, Mapped, PagesShape, Places, Row, Sampling, Step,
@@ -135,7 +135,7 @@ impl Few {
             last: Last {
                 attended: f32s(q)?,
                 x: f32s(w.hidden)?,
-                experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, 1)?,
+                experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, 1, GROUPED_ROWS)?,
                 gated: f32s(w.mlp)?,
                 logits: f32s(w.drafted)?,
                 best: gpu.zeros(WHAT, best)?,

@@ -102,6 +102,7 @@ impl<'a> On<'a> {
                 splits: AttentionScratch::splits(&model.gpu, kv_heads, m, positions),
                 runs: true,
             },
+            streams: None,
             ranks: None,
             observer: None,
             drafting: Some(Drafting {
@@ -138,6 +139,7 @@ impl<'a> On<'a> {
                 spans: &[],
                 recurrent: None,
             },
+            streams: None,
             ranks: None,
             observer: None,
             drafting: Some(Drafting {

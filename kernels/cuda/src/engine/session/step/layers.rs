@@ -110,6 +110,7 @@ impl CudaSession {
                 splits: kind.splits,
                 runs: kind.runs,
             },
+            streams: None,
             ranks: ranks.as_mut(),
             observer: None,
             drafting: None,
