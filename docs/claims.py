@@ -115,7 +115,7 @@ CLAIMS = [
     ("docs/gpu.md", "and models that are refused there or have no room run on the CPU then, and nq says why in a line",
      "runtime/load/src/lib.rs: what_an_adapter_refuses_runs_on_the_cpu; "
      "runtime/load/src/device.rs: models_that_need_more_than_an_adapter_runs_stay_on_the_cpu", None),
-    ("docs/gpu.md", "small ones of random weights have the logits and the 64 greedy tokens of the CPU",
+    ("docs/gpu.md", "random weights have the logits and the 64 greedy tokens of the CPU",
      "runtime/load/tests/wgpu_hybrids.rs: hybrids_are_those_of_the_cpu; "
      "runtime/load/tests/wgpu_mixtures.rs: mixtures_are_those_of_the_cpu", None),
     ("docs/gpu.md", "decodes 8B in INT4 more than twice as fast there, and reads prompts ten times as fast", "benches/records/2026-11-30-wgpu.csv",

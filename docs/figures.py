@@ -349,13 +349,14 @@ def cpu_experts():
     return table(["layers with experts on 16 CPU cores (`--cpu-experts`)", "decode, tok/s"], lines)
 
 
-TWO_MEMORIES = "2026-11-30-gpu-experts.csv"
+TWO_MEMORIES, LARGER = "2026-11-30-gpu-experts.csv", "2026-12-01-gpu-experts.csv"
 
 
 def bank_experts():
     lines = []
-    for decode in (r for r in rows(TWO_MEMORIES) if r["limit_tok_s"] and r["test"].startswith("tg") and r["case"] in BANK_CASES):
-        prompts = [whole(r["tok_s"]) for r in rows(TWO_MEMORIES, case=decode["case"]) if r["test"].startswith("pp")]
+    measured = rows(TWO_MEMORIES) + rows(LARGER)
+    for decode in (r for r in measured if r["limit_tok_s"] and r["test"].startswith("tg") and r["case"] in BANK_CASES):
+        prompts = [whole(r["tok_s"]) for r in measured if r["case"] == decode["case"] and r["test"].startswith("pp")]
         layers, all_layers = decode["layers"], decode["of_layers"]
         cut = "" if layers == all_layers else f", {layers} of {all_layers} layers"
         lines.append([

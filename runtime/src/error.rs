@@ -166,7 +166,9 @@ impl Error {
         Error::Unsupported {
             engine,
             what: "layers with several residual streams (hyper-connections)",
-            expected: "the CPU or one NVIDIA GPU, which have kernels for them (--device cpu or cuda:0)".into(),
+            expected:
+                "the CPU or one NVIDIA GPU, which have kernels for them (--device cpu or cuda:0)"
+                    .into(),
             found: "another device".into(),
         }
     }

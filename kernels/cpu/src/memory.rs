@@ -199,7 +199,13 @@ impl<T: Plain> Buffer<T> {
             let before = start.align_offset(page);
             let whole = size_of_val(&*self).saturating_sub(before) / page * page;
             // SAFETY: whole pages of plain values in a mapping, which nobody reads any more.
-            unsafe { libc::madvise(start.wrapping_add(before).cast(), whole, libc::MADV_DONTNEED) };
+            unsafe {
+                libc::madvise(
+                    start.wrapping_add(before).cast(),
+                    whole,
+                    libc::MADV_DONTNEED,
+                )
+            };
         }
     }
 

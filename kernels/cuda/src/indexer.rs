@@ -8,8 +8,8 @@ use super::kernel::kernels;
 use super::pack::SPAN;
 use super::rows::{Row, RowsOut, shape};
 use crate::cuda::indexer::{
-    ATTEND_THREADS, ATTEND_TILE, AttendArgs, CHOOSE_THREADS, INDEX_DIM as DIM, INDEX_THREADS, IndexArgs,
-    MOST_ATTEND_GROUP, SCORED_BLOCKS, SCORED_ROWS, ScoresArgs,
+    ATTEND_THREADS, ATTEND_TILE, AttendArgs, CHOOSE_THREADS, INDEX_DIM as DIM, INDEX_THREADS,
+    IndexArgs, MOST_ATTEND_GROUP, SCORED_BLOCKS, SCORED_ROWS, ScoresArgs,
 };
 use crate::cuda::spans::{MOST_STREAM_SPANS, StreamSpan};
 use nq_kernels::Result;
@@ -27,7 +27,8 @@ const SPLIT_BLOCKS: usize = 264;
 const MOST_SPLITS: usize = 16;
 /// Bytes of shared memory: `ChooseShared` and `AttendShared`.
 const CHOOSE_SHARED: usize = 4 * (256 + CHOOSE_THREADS / 32 + 2);
-const ATTEND_SHARED: usize = 4 * (MOST_ATTEND_GROUP * (WIDE_HEAD_DIM + ATTEND_TILE + 2) + ATTEND_TILE);
+const ATTEND_SHARED: usize =
+    4 * (MOST_ATTEND_GROUP * (WIDE_HEAD_DIM + ATTEND_TILE + 2) + ATTEND_TILE);
 
 /// Sizes of an indexer and of the attention that it chooses for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,8 +188,16 @@ impl Stream {
             let parts = (most / sizes.block + 1).div_ceil(warps).min(256);
             // SAFETY: the operands were checked, and that the spans' rows, pages and places are there.
             unsafe {
-                self.launch(&INDEX_KEYS, shape([parts, some.len()], INDEX_THREADS), &args)?;
-                self.launch(&KEEP_INDEX_KEYS, shape([1, some.len()], INDEX_THREADS), &args)?;
+                self.launch(
+                    &INDEX_KEYS,
+                    shape([parts, some.len()], INDEX_THREADS),
+                    &args,
+                )?;
+                self.launch(
+                    &KEEP_INDEX_KEYS,
+                    shape([1, some.len()], INDEX_THREADS),
+                    &args,
+                )?;
             }
         }
         let chosen = spans.iter().map(|s| {

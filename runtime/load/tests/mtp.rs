@@ -24,6 +24,7 @@ fn drafts_are_those_of_the_published_computation() {
         let published = PublishedLayer {
             config: &config,
             store: &store,
+            drafted: |_, all| all,
         };
         let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
         let mut session = session(&*engine);
@@ -56,6 +57,7 @@ fn pages_go_to_the_sequences_that_are_drafted_for() {
     let published = PublishedLayer {
         config: &config,
         store: &store,
+        drafted: |_, all| all,
     };
     let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
     let spec = SessionSpec {
@@ -91,6 +93,7 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
         let published = PublishedLayer {
             config: &config,
             store: &store,
+            drafted: |_, all| all,
         };
         let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
         check_forks(&published, (&*engine, &layer), || session(&*engine), 1e-3);

@@ -27,9 +27,12 @@ impl WeightPlaces {
     /// In what memory is free, but for a sixteenth of it and for `taken` bytes, or in as much as `options` allow.
     pub fn new(options: &LoadOptions, taken: usize) -> Self {
         let free = free_memory();
-        let room = options.host_memory.map_or(free, |most| most.min(free));
+        let room = free - free / 16;
         WeightPlaces {
-            room: room.saturating_sub(taken).saturating_sub(free / 16),
+            room: options
+                .host_memory
+                .map_or(room, |most| most.min(room))
+                .saturating_sub(taken),
             beside: taken.saturating_add(free / 16),
             folder: temporary_folder(),
             file: None,

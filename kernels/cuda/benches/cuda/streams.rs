@@ -64,7 +64,8 @@ pub(crate) fn hyper(t: &mut Timing) -> Result<()> {
             t.stream.spread_streams(&rows, &mut y, m, DIMS)
         })?;
         t.alone(&what("norm_streams"), 10 * m * all, |_| {
-            t.stream.norm_streams(&norm, &mut y, Some(&mut half), m, DIMS)
+            t.stream
+                .norm_streams(&norm, &mut y, Some(&mut half), m, DIMS)
         })?;
         t.alone(&what("activate_streams"), 6 * m * RANK, |_| {
             let sums = |sums, width| SumsOf {

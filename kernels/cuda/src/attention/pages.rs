@@ -143,7 +143,10 @@ impl DevicePages {
             });
         }
         let pages = (self.shape.layers).saturating_mul(self.shape.pages.saturating_add(1));
-        let keys = gpu.zeros("the KV cache", pages.saturating_mul(PAGE / block * INDEX_DIM))?;
+        let keys = gpu.zeros(
+            "the KV cache",
+            pages.saturating_mul(PAGE / block * INDEX_DIM),
+        )?;
         Ok(DevicePages {
             blocks: Some((keys, block)),
             ..self
@@ -457,7 +460,8 @@ impl Stream {
         o.at_least("bytes", pages.page_bytes(), bytes.len())?;
         o.at_most("bytes", pages.page_bytes(), bytes.len())?;
         let (of_codes, rest) = bytes.split_at(through.codes.len());
-        let (of_scales, of_blocks) = rest.split_at(through.scales.as_ref().map_or(0, |s| 2 * s.len()));
+        let (of_scales, of_blocks) =
+            rest.split_at(through.scales.as_ref().map_or(0, |s| 2 * s.len()));
         through.codes.values_mut()?.copy_from_slice(of_codes);
         for (at, from) in pages.parts(page, codes) {
             self.write(&mut pages.keys, at, &mut through.codes, from.clone())?;

@@ -190,7 +190,9 @@ impl Engine for CudaEngine {
     }
 
     fn sampled_together(&self) -> Option<usize> {
-        self.model.has_steps().then(|| most_together(&self.model.gpu))
+        self.model
+            .has_steps()
+            .then(|| most_together(&self.model.gpu))
     }
 
     fn read_once_from(&self, spec: &SessionSpec, sequences: usize) -> Option<usize> {

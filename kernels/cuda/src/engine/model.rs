@@ -27,12 +27,12 @@ use nq_kernels::{Account, Activations, KernelSet};
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
 use nq_model::{DType, Dims, ModelConfig, Product, Shape};
-use nq_runtime::{Error, Result};
 use nq_runtime::interface::{LoadOptions, SessionSpec, Split};
 use nq_runtime::models::{Ending, LayerWeights};
 use nq_runtime::ngrams::NgramRows;
 use nq_runtime::rope::Rotary;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
+use nq_runtime::{Error, Result};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ pub(super) struct CudaModel {
     /// Device memory that weights take.
     pub(super) weights: usize,
     pub(super) layers: CudaLayers,
-    pub(super) norm: Buffer<f32>,  // [hidden], or [streams, hidden]
+    pub(super) norm: Buffer<f32>, // [hidden], or [streams, hidden]
     /// What weighs several streams behind the last layer: `[rank, streams hidden]` and `[streams hidden, rank]`.
     mix: Option<[DeviceLinear; 2]>,
     /// Tables of n-grams, in files: rows are looked up on the host.
@@ -504,7 +504,12 @@ impl CudaModel {
                 .host
                 .bytes_per_token(self.config.experts.as_ref())
             + self.norm.bytes()
-            + self.mix.iter().flatten().map(DeviceLinear::bytes).sum::<usize>()
+            + self
+                .mix
+                .iter()
+                .flatten()
+                .map(DeviceLinear::bytes)
+                .sum::<usize>()
             + self.head.bytes()
     }
 }

@@ -3,8 +3,8 @@
 use crate::indexer::MOST_GROUP as MOST_CHOSEN_GROUP;
 use crate::pack::{SPAN, TILE};
 use crate::{
-    CONV, DELTA_DIM, HEAD_DIM, INDEX_DIM, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, WIDE_HEAD_DIM,
-    rotary_dims,
+    CONV, DELTA_DIM, HEAD_DIM, INDEX_DIM, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS,
+    WIDE_HEAD_DIM, rotary_dims,
 };
 use nq_formats::{Progress, Shard};
 use nq_kernels::KernelSet;

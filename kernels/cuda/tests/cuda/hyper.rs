@@ -37,7 +37,9 @@ fn streams() {
             normal(m * width, 1),
             guarded(&gpu, &vec![GUARD; m * dims.all()]),
         );
-        stream.spread_streams(&upload(&embedded), &mut x, m, dims).unwrap();
+        stream
+            .spread_streams(&upload(&embedded), &mut x, m, dims)
+            .unwrap();
         let spread: Vec<f32> = (embedded.chunks(width))
             .flat_map(|row| std::iter::repeat_n(row, streams).flatten().copied())
             .collect();
@@ -45,7 +47,9 @@ fn streams() {
 
         let (values, gain) = (normal(m * dims.all(), 2), normal(dims.all(), 3));
         let listed: Vec<u32> = (0..m as u32).map(|i| (i * 2 + 1) % m as u32).collect();
-        let rows = listed.iter().flat_map(|&r| &values[r as usize * dims.all()..][..dims.all()]);
+        let rows = listed
+            .iter()
+            .flat_map(|&r| &values[r as usize * dims.all()..][..dims.all()]);
         let rows: Vec<f32> = rows.copied().collect();
         let n = normed(&rows, &gain, dims);
         let (x, gain) = (upload(&values), upload(&gain));
@@ -59,7 +63,9 @@ fn streams() {
         let padded = dims.all().next_multiple_of(256);
         let mut full = guarded(&gpu, &vec![GUARD; m * dims.all()]);
         let mut half = gpu.upload("a test", &vec![0x7eefu16; m * padded]).unwrap();
-        stream.norm_streams(&norm, &mut full, Some(&mut half), m, dims).unwrap();
+        stream
+            .norm_streams(&norm, &mut full, Some(&mut half), m, dims)
+            .unwrap();
         assert!(nmse(&finish(&stream, &full), &n) < 1e-11, "{what}");
         let halves = |half: &Buffer<u16>, width: usize| {
             let mut values = vec![0; half.len()];
@@ -88,7 +94,10 @@ fn streams() {
                 2.0 * sigmoid(parts.sum::<f32>() / by)
             })
             .collect();
-        assert!(nmse(&finish(&stream, &weights), &of_streams) < 1e-11, "{what}");
+        assert!(
+            nmse(&finish(&stream, &weights), &of_streams) < 1e-11,
+            "{what}"
+        );
 
         let gates = normal(m * dims.all(), 6);
         let mut read = vec![0f32; m * width];
@@ -105,7 +114,9 @@ fn streams() {
             half: Some(&mut half),
         };
         let (n, gates) = (upload(&n), upload(&gates));
-        stream.mix_streams(&n, &gates, &out, Some(&mut added), m, dims).unwrap();
+        stream
+            .mix_streams(&n, &gates, &out, Some(&mut added), m, dims)
+            .unwrap();
         assert!(nmse(&finish(&stream, &full), &read) < 1e-11, "{what}");
         assert!(nmse(&halves(&half, width), &read) < 1e-6, "{what}");
         assert_eq!(finish(&stream, &added), vec![0.0; m * width], "{what}");
@@ -118,9 +129,15 @@ fn streams() {
             })
             .collect();
         let mut x = guarded(&gpu, &values);
-        stream.inject_streams(&upload(&added), &weights, &mut x, m, dims).unwrap();
+        stream
+            .inject_streams(&upload(&added), &weights, &mut x, m, dims)
+            .unwrap();
         assert!(nmse(&finish(&stream, &x), &expected) < 1e-11, "{what}");
-        assert!(stream.inject_streams(&n, &weights, &mut x, m + 99, dims).is_err());
+        assert!(
+            stream
+                .inject_streams(&n, &weights, &mut x, m + 99, dims)
+                .is_err()
+        );
     }
 }
 
@@ -144,7 +161,9 @@ fn ngrams() {
         let score = reference::dot(&keys[own.clone()], &queries[own]) / (dims.width as f32).sqrt();
         let gate = sigmoid(score.signum() * score.abs().max(1e-6).sqrt());
         let values = &values[i / dims.streams * dims.width..];
-        row.iter_mut().zip(values).for_each(|(to, v)| *to = gate * v);
+        row.iter_mut()
+            .zip(values)
+            .for_each(|(to, v)| *to = gate * v);
     }
     let mut found = guarded(&gpu, &vec![GUARD; LEN * c]);
     let operands = [&upload(&keys), &upload(&queries), &upload(&values)];
@@ -197,7 +216,9 @@ fn ngrams() {
             all: &kept,
             first: 8,
         };
-        stream.convolve_ngrams(rows, &spans, layer, 2 * count, &places).unwrap();
+        stream
+            .convolve_ngrams(rows, &spans, layer, 2 * count, &places)
+            .unwrap();
         let expected: Vec<f32> = (x.iter().enumerate())
             .map(|(i, x)| {
                 let (row, channel) = (position + i / c % count, i % c);
@@ -233,7 +254,9 @@ fn ngrams() {
                 all: &kept,
                 first: 8,
             };
-            stream.convolve_ngrams(rows, &spans, layer, count, &places).unwrap();
+            stream
+                .convolve_ngrams(rows, &spans, layer, count, &places)
+                .unwrap();
             let expected: Vec<f32> = (0..count * c)
                 .map(|i| gated[first * c + i] + convolved(first + i / c, i % c))
                 .collect();

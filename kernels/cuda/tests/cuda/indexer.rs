@@ -95,7 +95,13 @@ fn chosen_positions() {
     let chosen_of = |p: usize| {
         let whole = (p + 1) / SIZES.block;
         let queries: Vec<Vec<f32>> = (0..SIZES.heads)
-            .map(|h| turned(&raw[p * width + h * INDEX_DIM..][..INDEX_DIM], &gains[0], of_position(p)))
+            .map(|h| {
+                turned(
+                    &raw[p * width + h * INDEX_DIM..][..INDEX_DIM],
+                    &gains[0],
+                    of_position(p),
+                )
+            })
             .collect();
         let score = |b: usize| -> f32 {
             let of_head = |q: &Vec<f32>| reference::dot(q, &block_keys[b]).max(0.0);
@@ -120,7 +126,9 @@ fn chosen_positions() {
             0 => turned(v, &head_gains[1], of_position(p)),
             _ => v.to_vec(),
         };
-        v.into_iter().map(|v| f16::from_f32(v).to_f32()).collect::<Vec<f32>>()
+        v.into_iter()
+            .map(|v| f16::from_f32(v).to_f32())
+            .collect::<Vec<f32>>()
     };
     let keys: Vec<_> = (0..LEN).map(|p| [0, 1].map(|kv| kv_at(p, 0, kv))).collect();
     let values: Vec<_> = (0..LEN).map(|p| [0, 1].map(|kv| kv_at(p, 1, kv))).collect();
@@ -185,11 +193,22 @@ fn chosen_positions() {
         let mut index = guarded(&gpu, &raw[position * width..(position + count) * width]);
         let cache = pages.layer(1);
         stream
-            .choose_positions(&mut index, &rows, &[span], &vectors, cache, layer, &mut chosen, count)
+            .choose_positions(
+                &mut index,
+                &rows,
+                &[span],
+                &vectors,
+                cache,
+                layer,
+                &mut chosen,
+                count,
+            )
             .unwrap();
         finish(&stream, &index);
         let mut of_rows = upload(&qkv[position * of_row..(position + count) * of_row]);
-        stream.append(&mut of_rows, &rows, &heads, cache, count).unwrap();
+        stream
+            .append(&mut of_rows, &rows, &heads, cache, count)
+            .unwrap();
         let out_width = SIZES.query_heads * DIM;
         let mut full = guarded(&gpu, &vec![GUARD; count * out_width]);
         let mut half = gpu.zeros("a test", count * out_width).unwrap();

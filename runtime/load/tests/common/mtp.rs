@@ -40,6 +40,8 @@ fn hidden(engine: &dyn Engine, text: &[u32]) -> Vec<Vec<f32>> {
 pub(crate) struct PublishedLayer<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) store: &'a Store,
+    /// Of a text and the number of all tokens: how many of these, the first ones, are drafted from behind the text.
+    pub(crate) drafted: fn(&[u32], usize) -> usize,
 }
 
 impl PublishedLayer<'_> {
@@ -130,9 +132,15 @@ impl PublishedLayer<'_> {
         let states = hidden(engine, &text[..text.len() - 1]);
         let rows = text[1..].iter().zip(&states).skip(from);
         let mut inputs: Vec<Vec<f32>> = rows.map(|(&t, h)| self.input(t, h)).collect();
+        let drafted = (self.drafted)(text, self.config.vocab_size);
         for (i, &token) in found.iter().enumerate() {
             let (made, logits) = self.run(&inputs);
-            let best = logits.iter().copied().fold(f32::MIN, f32::max);
+            assert!(
+                (token as usize) < drafted,
+                "draft {i} of {} tokens",
+                text.len()
+            );
+            let best = logits[..drafted].iter().copied().fold(f32::MIN, f32::max);
             let gap = best - logits[token as usize];
             assert!(gap < tie, "draft {i} of {} tokens: {gap}", text.len());
             inputs.push(self.input(token, &made));

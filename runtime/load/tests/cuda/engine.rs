@@ -376,18 +376,19 @@ fn experts_in_trellis_codes_agree_with_the_cpu() {
         let spec = session_spec(2, 192, KvType::F16, 128);
         let (mut ours, mut theirs) = (gpu.session(spec).unwrap(), cpu.session(spec).unwrap());
         let both: [&mut dyn Session; 2] = [&mut *ours, &mut *theirs];
-        let mut far = 0;
-        in_pieces(
-            both,
-            0,
-            &tokens(160, 11),
-            &[64, 16, 2, 1, 50],
-            |a, b, at| {
-                far += far_rows(a, b, config.vocab_size, 1.5e-2);
-                // As in `compare`: routers are near a tie for a row now and then, about one of 50 here.
-                assert!(far <= 1 + at / 25, "{what}, {far} rows before {at}");
-            },
-        );
+        let mut distances = Vec::new();
+        let pieces = [64, 16, 2, 1, 50];
+        in_pieces(both, 0, &tokens(160, 11), &pieces, |a, b, _| {
+            let rows = a.chunks(config.vocab_size).zip(b.chunks(config.vocab_size));
+            distances.extend(rows.map(|(a, b)| distance(a, b)));
+        });
+        distances.sort_by(f32::total_cmp);
+        let rows = distances.len();
+        let (median, most) = (distances[rows / 2], distances[rows * 9 / 10]);
+        println!("{what}: median {median:.1e}, nine of ten {most:.1e}");
+        // As in `compare`: routers are near a tie for a row now and then. Recurrences add up what rounding shifts.
+        let close = if shared { 6e-2 } else { 1.5e-2 };
+        assert!(most < close, "{what}: {most:e}");
     }
 }
 

@@ -9,6 +9,7 @@ use nq_kernels::KernelSet;
 use nq_load::StreamDrafts;
 use nq_model::{Dims, Experts, ModelConfig};
 use nq_runtime::generate::Sequence;
+use nq_runtime::speculation::head::frequent_tokens;
 use nq_runtime::{
     DeviceChoice, DraftLayer, DraftedBy, Engine, LoadOptions, Sampler, SamplingParams, SessionSpec,
     Speculation,
@@ -88,6 +89,7 @@ fn drafts_are_those_of_the_published_computation() {
         let published = PublishedLayer {
             config: &config,
             store: &store,
+            drafted: frequent_tokens,
         };
         let layer = StreamDrafts::mtp(&config, &store, None, &on_gpu()).unwrap();
         let mut session = gpu_session(&*engine);
@@ -126,6 +128,7 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
     let published = PublishedLayer {
         config: &config,
         store: &store,
+        drafted: frequent_tokens,
     };
     let layer = StreamDrafts::mtp(&config, &store, None, &on_gpu()).unwrap();
     check_forks(&published, (&*cpu, &layer), || gpu_session(&*engine), 0.05);

@@ -53,7 +53,11 @@ impl Pass<'_> {
         };
         let (up, down) = (&experts.gate_up, &experts.down);
         // Rows of several streams are not normalized by products.
-        let least = if self.streams.is_some() { 1 } else { GROUPED_ROWS };
+        let least = if self.streams.is_some() {
+            1
+        } else {
+            GROUPED_ROWS
+        };
         if let (true, Inputs::Half { halves, .. }, Some(grouped)) =
             (m >= least, &self.inputs, grouped)
         {

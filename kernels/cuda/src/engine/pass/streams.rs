@@ -69,7 +69,11 @@ impl StreamRows {
             holds_dependents: false,
         };
         let timed = |what, queue: &mut dyn FnMut() -> Result<()>| {
-            stream.timed((what, "fused", Dims::new(dims.streams, dims.width)), 0, queue)
+            stream.timed(
+                (what, "fused", Dims::new(dims.streams, dims.width)),
+                0,
+                queue,
+            )
         };
         let norm = StreamNorm {
             x: &self.x,
@@ -204,7 +208,6 @@ impl<'a> Pass<'a> {
         }
         Ok(())
     }
-
 }
 
 impl StreamVerbs<DeviceLinear, Buffer<f32>, Error> for Pass<'_> {
@@ -244,17 +247,17 @@ impl StreamVerbs<DeviceLinear, Buffer<f32>, Error> for Pass<'_> {
             unreachable!("a residual of several streams");
         };
         let rows = &mut *streams.rows;
-        let key = ("inject into streams", "fused", Dims::new(m, rows.dims.width));
+        let key = (
+            "inject into streams",
+            "fused",
+            Dims::new(m, rows.dims.width),
+        );
         stream.timed(key, 0, || {
             stream.inject_streams(self.rows.x, &rows.inject, &mut rows.x, m, rows.dims)
         })
     }
 
-    fn select(
-        &mut self,
-        layer: usize,
-        indexer: &Indexer<DeviceLinear, Buffer<f32>>,
-    ) -> Result<()> {
+    fn select(&mut self, layer: usize, indexer: &Indexer<DeviceLinear, Buffer<f32>>) -> Result<()> {
         let (m, (rows, spans)) = (self.m, self.prompts());
         let cache = self.on.cache(layer);
         let product = self.product(&indexer.qk, false);

@@ -2,8 +2,8 @@
 
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
-use super::stream_rows::{StreamRows, StreamsKept};
 use super::step_rows::{StepRows, StepSizes, most_rows};
+use super::stream_rows::{StreamRows, StreamsKept};
 use crate::bank::ExpertStage;
 use crate::engine::adapters::AdapterRows;
 use crate::engine::held::largest_mixture;

@@ -56,8 +56,7 @@ impl StreamRows {
             return Ok(None);
         };
         let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
-        let halves =
-            |n: usize| gpu.zeros::<u16>("activations", rows * n.next_multiple_of(SPAN));
+        let halves = |n: usize| gpu.zeros::<u16>("activations", rows * n.next_multiple_of(SPAN));
         let few = |width| PartialSums::new(gpu, rows.min(MOST_WIDE_SEQUENCES), width);
         let all = c.stream_width();
         let ngrams = |table: &NgramTable| -> Result<_> {
@@ -277,6 +276,10 @@ mod tests {
         append(&mut kept, 0, &[4], None);
         assert_eq!(kept.before(1, 1), [4]);
         assert!(kept.before(0, 0).is_empty());
-        assert!(StreamsKept::new(&gpu, &tiny("qwen35"), 4).unwrap().is_none());
+        assert!(
+            StreamsKept::new(&gpu, &tiny("qwen35"), 4)
+                .unwrap()
+                .is_none()
+        );
     }
 }
