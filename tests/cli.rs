@@ -43,6 +43,36 @@ fn an_unknown_model_says_what_was_tried() {
     assert!(said.contains("did you mean qwen3-int4?"), "{said}");
 }
 
+/// Mesa's drivers look for a desktop, and print an error of their own where there is none.
+#[test]
+fn drivers_without_a_desktop_say_nothing() {
+    let home = tempfile::tempdir().expect("a folder");
+    let bench = [
+        "bench",
+        "demo",
+        "-p",
+        "8",
+        "-n",
+        "2",
+        "--repeats",
+        "1",
+        "--no-chat",
+    ];
+    for args in [&["doctor"][..], &bench] {
+        let mut command = command(home.path(), args);
+        let out = command
+            .env_remove("XDG_RUNTIME_DIR")
+            .output()
+            .expect("nq runs");
+        assert!(out.status.success(), "{out:?}");
+        assert!(
+            !stderr(&out).contains("XDG_RUNTIME_DIR"),
+            "{}",
+            stderr(&out)
+        );
+    }
+}
+
 #[test]
 fn models_are_listed_and_removed_by_name() {
     let home = tempfile::tempdir().expect("a folder");

@@ -123,11 +123,13 @@ impl Device {
         beside: Option<&str>,
         progress: &dyn Progress,
     ) -> DeviceChoice {
+        // Drivers are asked only where the answer matters.
+        if choice != DeviceChoice::Auto || gpu::first().is_ok() {
+            return choice;
+        }
         match wgpu::choose(None) {
-            Ok(number) if choice == DeviceChoice::Auto && gpu::first().is_err() => {
-                or_cpu(number, checkpoint, beside, progress)
-            }
-            _ => choice,
+            Ok(number) => or_cpu(number, checkpoint, beside, progress),
+            Err(_) => choice,
         }
     }
 

@@ -210,6 +210,8 @@ pub struct LoadOptions {
     /// A session that will be opened later: a GPU must have room for it too, which is checked before
     /// anything is allocated.
     pub session: Option<SessionSpec>,
+    /// True if `session` is the least that will be opened: experts on a GPU leave more to it, if they do not all fit.
+    pub session_grows: bool,
     /// Bytes of a GPU's memory to leave to others, such as a session of a draft model, when that is checked.
     pub reserved: usize,
 }

@@ -249,6 +249,8 @@ impl Loadable {
                 return Err(RoomError::Short { needed, free, help }.into());
             }
         }
+        options.session = Some(self.least_session());
+        options.session_grows = true;
         let mut engine = match loaded {
             Some(engine) => engine,
             None => nq_load::load(config, store, &options, &*self.terminal)?,
@@ -385,6 +387,17 @@ impl Loadable {
             max_rows: SessionSpec::prompt_rows(!on_gpu),
             snapshots: Some(0),
             drafts: draft::drafted_by(self.asked.as_ref(), self.draft.as_ref()),
+        }
+    }
+
+    /// The smallest session in which it serves: with room for one sequence as long as is asked for.
+    fn least_session(&self) -> SessionSpec {
+        let pages = self.settings.ctx.unwrap_or(PAGE).div_ceil(PAGE);
+        let trained = self.checkpoint.config().longest_context();
+        SessionSpec {
+            ctx: self.settings.ctx.unwrap_or(trained),
+            // A tenth of what is free for pages stays free.
+            ..self.spec(PAGE, pages + pages.div_ceil(8))
         }
     }
 

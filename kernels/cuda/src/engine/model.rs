@@ -253,6 +253,7 @@ impl CudaModel {
             stage: None,
             weights: 0,
             session: options.session.as_ref(),
+            grows: options.session_grows,
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let bytes = |at| Ok(weight_bytes(config, &kinds, stored, at, part)?.held);
@@ -431,6 +432,7 @@ impl CudaModel {
             stage: self.layers.bank.as_ref().map(ModelBank::stage),
             weights: 0,
             session: Some(session),
+            grows: false,
         }
     }
 

@@ -25,7 +25,7 @@ use nq_runtime::interface::{DeviceMemory, DraftedBy, Placed, SessionSpec, Split}
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 
-/// The part of the free memory that experts leave to sessions that are not asked for yet: a quarter.
+/// The part of the free memory that experts leave to sessions that may grow, or are not asked for yet: a quarter.
 const UNASKED: usize = 4;
 const FOR_WIDE: usize = 4;
 /// Suggested contexts are multiples of this.
@@ -61,6 +61,7 @@ fn request<T>(
         stage: None,
         weights: 0,
         session: Some(spec),
+        grows: false,
     })
 }
 
@@ -254,18 +255,22 @@ impl MemoryRequest<'_> {
             if request.fits(free) {
                 return Ok(PlacedExperts::on_gpu(all));
             }
-            // Whoever asks for no session yet opens one later, whose size is what is left then.
-            let free = match self.session {
-                Some(_) => free,
-                None => free - free / UNASKED,
+            // A session that may grow, or that is not asked for yet, takes what is left.
+            let least = match self.session {
+                Some(_) if !self.grows => 0,
+                _ => free / UNASKED,
             };
             let whole = bank.whole(host);
             let bytes = |rooms| weights(ExpertsAt::Bank { rooms, whole });
             let stage = Some(bank.stage);
-            let most =
-                |request: &MemoryRequest<'_>| request.most_rooms(&experts, free, stage, bytes);
+            let most = |request: &MemoryRequest<'_>| {
+                request.most_rooms(&experts, free, least, stage, bytes)
+            };
             // What stages of layers hand on has the usual rows.
-            let wide = self.session.and_then(wide).filter(|_| self.part.is_none());
+            let wide = self
+                .session
+                .and_then(wide)
+                .filter(|_| !self.grows && self.part.is_none());
             let rooms = most(self)?;
             let session = wide.as_ref().or(self.session);
             let fewer = match wide {
@@ -310,12 +315,13 @@ impl MemoryRequest<'_> {
         unreachable!("the last request either fits or is refused")
     }
 
-    /// The most rooms of each layer that fit `free` bytes beside the session and its stages, or 0. `weights` tells the bytes
-    /// of all weights with so many.
+    /// The most rooms of each layer that fit `free` bytes beside the session and its stages, which get `least` bytes or more;
+    /// or 0. `weights` tells the bytes of all weights with so many.
     fn most_rooms(
         &self,
         experts: &Experts,
         free: usize,
+        least: usize,
         stage: Option<StageSizes>,
         weights: impl Fn(usize) -> Result<usize>,
     ) -> Result<usize> {
@@ -328,7 +334,8 @@ impl MemoryRequest<'_> {
                 stage,
                 ..*self
             };
-            match request.fits(free) {
+            let fits = request.plan()?.total().max(request.weights + least) <= free;
+            match fits {
                 true => low = rooms,
                 false => high = rooms,
             }

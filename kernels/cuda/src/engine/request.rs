@@ -39,4 +39,6 @@ pub(super) struct MemoryRequest<'a> {
     pub(super) weights: usize,
     /// The session.
     pub(super) session: Option<&'a SessionSpec>,
+    /// True if the session may become larger.
+    pub(super) grows: bool,
 }

