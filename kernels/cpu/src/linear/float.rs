@@ -99,10 +99,11 @@ macro_rules! planes {
                 p: *const u32,
                 piece: usize,
             ) -> [S::F; 8] {
-                // SAFETY: by contract.
-                let quads =
-                    unsafe { [0, 1].map(|half| Self::quad(s, levels, p, 2 * piece + half)) };
-                merged(s, quads, $centre)
+                let quad = |half| {
+                    // SAFETY: by contract.
+                    unsafe { Self::quad(s, levels, p, 2 * piece + half) }
+                };
+                merged(s, [quad(0), quad(1)], $centre)
             }
             #[inline(always)]
             unsafe fn quad<S: Simd>(s: S, _: S::I, p: *const u32, i: usize) -> S::I {
