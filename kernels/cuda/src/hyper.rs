@@ -55,6 +55,14 @@ pub struct SumsOf<'a> {
     pub width: usize,
 }
 
+/// What weighs that which a block adds to streams.
+pub struct StreamWeights<'a> {
+    /// Of a value for each stream.
+    pub inject: SumsOf<'a>,
+    /// What is made of them, `[m, streams]`.
+    pub weights: &'a mut Buffer<f32>,
+}
+
 impl SumsOf<'_> {
     fn args(&self, o: &Operands<'_>, m: usize) -> Result<PartedSums> {
         Ok(PartedSums {
@@ -251,8 +259,8 @@ impl Stream {
         unsafe { self.launch(&NORM_STREAMS, shape, &args) }
     }
 
-    /// Makes of `low`, of `rank` values a row, the input of the next product, `half` `[m, rank padded to 256]`, and of
-    /// `inject`, of a value for each of `streams`, their `weights` `[m, streams]`.
+    /// Makes of `low`, of `rank` values a row, the input of the next product, `half` `[m, rank padded to 256]`; and weights
+    /// of the `streams`, for a block that adds to them.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
@@ -260,14 +268,14 @@ impl Stream {
         &self,
         low: SumsOf<'_>,
         half: &mut Buffer<u16>,
-        inject: Option<(SumsOf<'_>, &mut Buffer<f32>)>,
+        added: Option<StreamWeights<'_>>,
         m: usize,
         streams: usize,
     ) -> Result<()> {
         let o = self.operands("activate_streams");
         o.at_most("streams", THREADS, streams)?;
         let padded = low.width.next_multiple_of(SPAN);
-        let (inject, weights) = inject.unzip();
+        let (inject, weights) = added.map(|a| (a.inject, a.weights)).unzip();
         if let Some(inject) = inject
             && inject.width != streams
         {

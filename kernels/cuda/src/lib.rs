@@ -83,7 +83,9 @@ pub use gemv::GemvOutput;
 pub use grad::{CudaOps, GemmPrecision, LowRank};
 pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
-pub use hyper::{ConvolvedRows, KeptRows, LayerRows, StreamDims, StreamNorm, SumsOf};
+pub use hyper::{
+    ConvolvedRows, KeptRows, LayerRows, StreamDims, StreamNorm, StreamWeights, SumsOf,
+};
 pub use indexer::{ChosenBlocks, INDEX_DIM, IndexSizes, IndexVectors};
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};

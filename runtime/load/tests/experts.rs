@@ -2,17 +2,16 @@
 //! of experts that are read.
 
 use crate::common::{
-    Store, candle, distance, feed, hybrid, nq, options, session, small_config, small_mixture,
-    tokens,
+    Notes, Store, candle, distance, feed, hybrid, nq, options, session, small_config,
+    small_mixture, tokens,
 };
 use nq_cpu::plan::{WeightSource, hold_model};
-use nq_formats::{AffineScheme, Bits, Group, Progress, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet, Routes};
 use nq_model::{Dims, Experts, LinearKind, ModelConfig, in_layer};
 use nq_runtime::{Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
 use nq_testkit::sessions::chunk;
-use std::sync::Mutex;
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;
@@ -251,18 +250,6 @@ fn a_router_that_is_no_number_is_reported_with_its_layer() {
     assert!(error.to_string().contains("layer 1"), "{error}");
 }
 
-/// What is planned for a mixture on a CPU is what its weights take, byte for byte: of experts whose rows do not fill panels,
-/// and of a shared expert in another scheme than theirs.
-/// What a device says while it loads.
-#[derive(Default)]
-struct Notes(Mutex<Vec<String>>);
-
-impl Progress for Notes {
-    fn note(&self, message: &str) {
-        self.0.lock().unwrap().push(message.to_owned());
-    }
-}
-
 /// Where memory has no room for weights they lie in a file: those of experts first, and of as many layers as need be.
 #[test]
 fn weights_in_a_file_compute_the_same() {
@@ -309,6 +296,8 @@ fn weights_in_a_file_compute_the_same() {
     }
 }
 
+/// What is planned for a mixture on a CPU is what its weights take, byte for byte: of experts whose rows do not fill panels,
+/// and of a shared expert in another scheme than theirs.
 #[test]
 fn planned_mixtures_take_what_was_planned() {
     let scheme = AffineScheme::new;

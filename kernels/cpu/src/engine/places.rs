@@ -1,4 +1,4 @@
-//! Where packed weights lie: in memory, or in a file for which the system uses what memory is free.
+//! Where packed weights are: in memory, or in a file, of which the system caches as much as it has room for.
 
 use crate::Linear;
 use crate::memory::WeightFile;
@@ -9,7 +9,7 @@ use nq_runtime::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Gives each layer's weights, as they are packed, a place in memory, or in a file if memory has no room for those that
-/// follow. Experts go there first: a token reads few of them, and everything else.
+/// follow. Experts go to the file first, as a token reads few of them but all of everything else.
 pub struct WeightPlaces {
     /// Bytes of memory that are left for weights.
     room: usize,
@@ -83,8 +83,8 @@ impl WeightPlaces {
     pub fn note(&self, progress: &dyn Progress) {
         if self.moved > 0 {
             progress.note(&format!(
-                "memory has no room for {} of weights of {} layers: they lie in a file without a name in {}, and what memory does not \
-                 hold of them is read from there again",
+                "memory has no room for {} of weights of {} layers: they are in an unnamed file in {}, and are read from there when \
+                 they are needed",
                 human_bytes(self.moved as u64),
                 self.layers,
                 self.folder.display()

@@ -5,7 +5,7 @@ use super::timing::Timing;
 use nq_cuda::{
     Checked, ChosenBlocks, ConvolvedRows, DeltaSpan, DevicePages, INDEX_DIM, IndexSizes,
     IndexVectors, KeptRows, LayerRows, PagesShape, Places, Row, RowsOut, SequenceRows, StreamDims,
-    StreamNorm, SumsOf,
+    StreamNorm, StreamWeights, SumsOf,
 };
 use nq_kernels::Result;
 use nq_kernels::pages::KvType;
@@ -73,7 +73,10 @@ pub(crate) fn hyper(t: &mut Timing) -> Result<()> {
                 parts: 1,
                 width,
             };
-            let inject = Some((sums(&rows, DIMS.streams), &mut inject));
+            let inject = Some(StreamWeights {
+                inject: sums(&rows, DIMS.streams),
+                weights: &mut inject,
+            });
             (t.stream).activate_streams(sums(&low, RANK), &mut half, inject, m, DIMS.streams)
         })?;
         t.alone(&what("mix_streams"), m * (8 * all + 2 * width), |_| {

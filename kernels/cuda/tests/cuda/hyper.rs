@@ -4,7 +4,7 @@ use super::rows::in_order;
 use super::{GUARD, finish, gpu, guarded};
 use nq_cuda::{
     Buffer, Checked, ConvolvedRows, DeltaSpan, KeptRows, LayerRows, Places, RowsOut, SequenceRows,
-    StreamDims, StreamNorm, SumsOf,
+    StreamDims, StreamNorm, StreamWeights, SumsOf,
 };
 use nq_kernels::reference;
 use nq_testkit::compare::nmse;
@@ -82,7 +82,10 @@ fn streams() {
             .unwrap();
         let (of_low, of_inject, by) = (upload(&low), upload(&inject), streams as f32);
         let sums = |sums, parts, width| SumsOf { sums, parts, width };
-        let to = Some((sums(&of_inject, 3, streams), &mut weights));
+        let to = Some(StreamWeights {
+            inject: sums(&of_inject, 3, streams),
+            weights: &mut weights,
+        });
         stream
             .activate_streams(sums(&of_low, 1, rank), &mut half, to, m, streams)
             .unwrap();

@@ -2,9 +2,9 @@
 //! for bit. Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
+use crate::common::{Notes, Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, Group, Progress, TrellisScheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, Zeros};
 use nq_kernels::Account;
 use nq_load::{gpu, load};
 use nq_model::{ARCHITECTURES, ModelConfig};
@@ -16,17 +16,6 @@ use nq_runtime::{
 use nq_testkit::models::experts;
 use nq_testkit::sessions::{chunk, drawn, session_spec};
 use std::collections::BTreeMap;
-use std::sync::Mutex;
-
-/// What loading says.
-#[derive(Default)]
-struct Notes(Mutex<Vec<String>>);
-
-impl Progress for Notes {
-    fn note(&self, message: &str) {
-        self.0.lock().unwrap().push(message.to_owned());
-    }
-}
 
 /// How many experts of each layer have room on the GPU, as a note says.
 fn rooms(notes: &Notes) -> Option<usize> {

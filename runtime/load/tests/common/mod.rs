@@ -9,7 +9,7 @@ pub(crate) mod published;
 
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Error, Exl3Weight, Group, GroupValues, Parts,
+    AffineScheme, AffineWeight, Bits, Error, Exl3Weight, Group, GroupValues, Parts, Progress,
     QuantizedWeight, Result, Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight,
     WeightStore, Zeros, pack, product, synth::random_trellis, trellis::BLOCK,
 };
@@ -27,7 +27,7 @@ use nq_testkit::sessions::{chunk, session_spec};
 use nq_testkit::weights::{exl3, exl3_schemes, shuffled_groups};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// A small model whose dimensions are all different.
 pub(crate) fn small_config() -> ModelConfig {
@@ -554,6 +554,16 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
 pub(crate) fn tokens(n: usize, seed: u64) -> Vec<u32> {
     let mut rng = Philox::new(seed, 0);
     (0..n).map(|_| rng.next_u32() % 101).collect()
+}
+
+/// What loading says.
+#[derive(Default)]
+pub(crate) struct Notes(pub(crate) Mutex<Vec<String>>);
+
+impl Progress for Notes {
+    fn note(&self, message: &str) {
+        self.0.lock().unwrap().push(message.to_owned());
+    }
 }
 
 /// The model on the first GPU; `None`, said in print, where there is none and none is required.

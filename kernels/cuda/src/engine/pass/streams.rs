@@ -8,7 +8,7 @@ use crate::indexer::joined;
 use crate::{
     Buffer, Checked, ConvolvedRows, DeltaSpan, DeviceLinear, GemmOutput, Heads, IndexVectors,
     LayerPages, MOST_WIDE_SEQUENCES, PartialSums, Row, RowsOut, SequenceRows, StepOutput, Stream,
-    StreamNorm, SumsOf,
+    StreamNorm, StreamWeights, SumsOf,
 };
 use nq_kernels::{Error, KernelSet, Result};
 use nq_model::Dims;
@@ -94,7 +94,10 @@ impl StreamRows {
                 let inject = match inject {
                     Some(inject) => {
                         inject.step(&self.half, StepOutput::Parts(parts))?;
-                        Some((parted(parts, dims.streams), weights))
+                        Some(StreamWeights {
+                            inject: parted(parts, dims.streams),
+                            weights,
+                        })
                     }
                     None => None,
                 };
@@ -113,7 +116,10 @@ impl StreamRows {
                 }
                 // Each value is read before it is written.
                 let before = weights.share();
-                let inject = inject.map(|_| (whole(&before, dims.streams), weights));
+                let inject = inject.map(|_| StreamWeights {
+                    inject: whole(&before, dims.streams),
+                    weights,
+                });
                 let low = whole(&self.low, down.w.rows());
                 stream.activate_streams(low, &mut self.low_half, inject, m, dims.streams)?;
             }
