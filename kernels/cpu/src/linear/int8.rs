@@ -117,7 +117,7 @@ pub(crate) unsafe fn dot<
     let short = U::SHORT.filter(|_| S::SHORT_SUMS);
     let (span, parts) = match short {
         Some(short) => ((short / U::DWORDS).max(1), (U::DWORDS / short).max(1)),
-        None => (units, 1),
+        None => (1, 1),
     };
     let of_part = U::DWORDS / parts;
     // Two at a time, those of one word: compilers unroll that, and longer loops not always.
@@ -156,39 +156,48 @@ pub(crate) unsafe fn dot<
                         }
                     }
                 }
-                let mut left = units;
+                // Adds the products of a part of the unit at `data`.
+                macro_rules! add_part {
+                    ($sums:ident, $data:expr, $part:expr) => {
+                        for word in 0..of_part / together {
+                            for half in 0..together {
+                                let i = $part * of_part + word * together + half;
+                                for c in 0..C {
+                                    for n in 0..N {
+                                        let a = xs.add((half * C + c) * N + n).read_unaligned();
+                                        for p in 0..P {
+                                            let v = U::quad(s, levels, $data.add(p * stride), i);
+                                            $sums[p][c][n] = U::add(s, $sums[p][c][n], v, a);
+                                        }
+                                    }
+                                }
+                            }
+                            xs = xs.add(together * C * N);
+                        }
+                    };
+                }
+                // Of its own, as compilers make worse code of the loops below where they are one.
+                if short.is_none() {
+                    for _ in 0..units {
+                        if P == 1 && C <= GEMV_COLUMNS {
+                            fetch_ahead(s, data, U::WORDS);
+                        }
+                        add_part!(acc, data, 0);
+                        data = data.add(U::WORDS * LANES);
+                    }
+                }
+                let mut left = if short.is_none() { 0 } else { units };
                 while left > 0 {
                     let now = left.min(span);
                     left -= now;
                     for part in 0..parts {
-                        let mut sums = match short {
-                            Some(_) => [[[s.splat_i(0); N]; C]; P],
-                            None => acc,
-                        };
+                        let mut sums = [[[s.splat_i(0); N]; C]; P];
                         for unit in 0..now {
                             let data = data.add(unit * U::WORDS * LANES);
                             if P == 1 && C <= GEMV_COLUMNS && part == 0 {
                                 fetch_ahead(s, data, U::WORDS);
                             }
-                            for word in 0..of_part / together {
-                                for half in 0..together {
-                                    let i = part * of_part + word * together + half;
-                                    for c in 0..C {
-                                        for n in 0..N {
-                                            let a = xs.add((half * C + c) * N + n).read_unaligned();
-                                            for p in 0..P {
-                                                let v = U::quad(s, levels, data.add(p * stride), i);
-                                                sums[p][c][n] = U::add(s, sums[p][c][n], v, a);
-                                            }
-                                        }
-                                    }
-                                }
-                                xs = xs.add(together * C * N);
-                            }
-                        }
-                        if short.is_none() {
-                            acc = sums;
-                            continue;
+                            add_part!(sums, data, part);
                         }
                         for p in 0..P {
                             for c in 0..C {
