@@ -146,20 +146,28 @@ impl ServedSession {
             snapshot,
             states: one - page,
         };
-        let whole = spec(wanted.ctx.unwrap_or(wanted.trained), 1, 0);
-        let device = memory(&whole)?;
-        let on_gpu = !device.on_host;
-        let free = match on_gpu {
-            true => (device.free).saturating_sub(device.scratch + drafts(&whole).scratch),
-            false => device
-                .free
-                .saturating_sub(usize::try_from(wanted.beside).unwrap_or(usize::MAX)),
-        } as u64;
-        let room = Room::new(free, on_gpu, bytes, wanted);
-        room.check(free, on_gpu, bytes, wanted)?;
-        let snapshots = usize::try_from(room.snapshots).unwrap_or(usize::MAX);
+        let beside = usize::try_from(wanted.beside).unwrap_or(usize::MAX);
+        let room = |whole: &SessionSpec| {
+            let device = memory(whole)?;
+            let taken = match device.on_host {
+                false => device.scratch + drafts(whole).scratch,
+                true => beside,
+            };
+            let free = device.free.saturating_sub(taken) as u64;
+            let room = Room::new(free, !device.on_host, bytes, wanted);
+            room.check(free, !device.on_host, bytes, wanted)?;
+            Ok::<_, RoomError>(room)
+        };
+        let spec_in = |room: &Room, ctx: usize| {
+            let snapshots = usize::try_from(room.snapshots).unwrap_or(usize::MAX);
+            spec(ctx, room.pages, snapshots)
+        };
+        let longest = wanted.ctx.unwrap_or(wanted.trained);
+        // What a session takes besides grows with its pages: first as if it had one, then as if it had the most.
+        let most = room(&spec(longest, 1, 0))?;
+        let room = room(&spec_in(&most, longest))?;
         Ok(ServedSession {
-            spec: spec(room.ctx, room.pages, snapshots),
+            spec: spec_in(&room, room.ctx),
             bytes: page * room.pages as u64 + bytes.states + room.snapshots * snapshot,
         })
     }
@@ -332,5 +340,22 @@ mod tests {
         };
         assert_eq!(Room::new(10 * GB, true, bytes, given).snapshots, 20);
         assert_eq!((slots(4, true), slots(4, false)), (8, 20));
+    }
+
+    /// A GPU of which hardly more is free than activations take, which grow with the pages.
+    #[test]
+    fn what_grows_with_pages_has_room_too() {
+        let memory = |spec: &SessionSpec| DeviceMemory {
+            kv: 100_000 * spec.page_count(),
+            scratch: 110_000_000 + 30_000 * spec.page_count(),
+            free: 121_000_000,
+            ..DeviceMemory::default()
+        };
+        let least = SessionSpec::of_one(PAGE, 1);
+        let none = |_: &SessionSpec| DeviceMemory::default();
+        let served = ServedSession::plan(|s| Some(memory(s)), &least, none, WANTED).unwrap();
+        let taken = memory(&served.spec);
+        assert!(taken.kv + taken.scratch <= taken.free, "{taken:?}");
+        assert!(served.spec.page_count() > 60, "{:?}", served.spec);
     }
 }
