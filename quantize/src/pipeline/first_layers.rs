@@ -3,7 +3,7 @@
 
 use super::job::Job;
 use super::pass_pace::{PassPace, TextPass};
-use super::rehearsal::{seconds, seconds_at_once, step};
+use super::rehearsal::{Moment, step};
 use crate::error::{Error, Result};
 use crate::layers;
 use crate::methods::Needs;
@@ -139,8 +139,8 @@ impl Job<'_> {
             Ok(())
         };
         let gathered = [
-            seconds(|| gather(&short))?,
-            seconds_at_once(|| gather(&long))?,
+            Moment::WHOLE.seconds(|| gather(&short))?,
+            Moment::WHOLE.seconds_at_once(|| gather(&long))?,
         ];
         let (mut rounded, mut result) = round(known.clone())?;
         if rounded < BRIEF {
@@ -170,14 +170,14 @@ impl Job<'_> {
         let begin = Instant::now();
         let engine = self.sampled_model(&config, from, &())?;
         let loaded = begin.elapsed().as_secs_f64();
-        let step = step(engine.as_ref(), together)?;
+        let step = step(engine.as_ref(), together, Moment::WHOLE)?;
         let length = WINDOW.min(config.max_position_embeddings);
         let ids: Vec<u32> = (0..WINDOWS * length)
             .map(|i| (i % config.vocab_size) as u32)
             .collect();
         let spec = EvalSpec::new(Protocol::Llama, length, "");
         let compared = match layers {
-            1 => seconds(|| {
+            1 => Moment::WHOLE.seconds(|| {
                 Ok(compare(engine.as_ref(), engine.as_ref(), &ids, &spec, &()).map(drop)?)
             })?,
             _ => 0.0,

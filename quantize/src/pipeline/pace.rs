@@ -6,7 +6,7 @@
 
 use super::first_layers::FirstLayers;
 use super::pass_pace::{FITTED, PassPace, TextPass};
-use super::rehearsal::{Rehearsal, seconds};
+use super::rehearsal::{Moment, Rehearsal};
 use crate::error::Result;
 use crate::trellis::Trellis;
 use nq_formats::TrellisScheme;
@@ -116,7 +116,11 @@ impl StagePace {
             logit: rehearsal.scored / 2.0,
             fitted: FITTED * column,
             column,
-            path: if trellises { path()? } else { 0.0 },
+            path: if trellises {
+                path(rehearsal.moment)?
+            } else {
+                0.0
+            },
         })
     }
 
@@ -174,7 +178,7 @@ impl StagePace {
 }
 
 /// Seconds in which all threads find the path of a weight in 4 bits by the code octagon.
-fn path() -> Result<f64> {
+fn path(moment: Moment) -> Result<f64> {
     let trellis = Trellis::new(TrellisScheme::of_bits(Code::Octagon, 4.0)?);
     let sequences = 4 * rayon::current_num_threads();
     let weights: Vec<f32> = (0..sequences * SEQUENCE)
@@ -185,5 +189,5 @@ fn path() -> Result<f64> {
         trellis.encode(&mut weights.clone(), &mut words);
         Ok(())
     };
-    Ok(seconds(search)? / weights.len() as f64)
+    Ok(moment.seconds(search)? / weights.len() as f64)
 }

@@ -45,10 +45,13 @@ pub(super) struct Rehearsal {
     pub(super) scored: f64,
     /// A column that is corrected for a weight's error while weights are rounded.
     pub(super) column: f64,
+    /// For how long each was done.
+    pub(super) moment: Moment,
 }
 
-/// Seconds for which each kind of work is done at least.
-const MOMENT: f64 = 0.1;
+/// Weights of a source from which on all of this is done. The run of a smaller one takes less time than that, so it is
+/// rehearsed for as much less.
+const WHOLE_FROM: f64 = 1e7;
 /// Widths from which on a product's speed does not depend on them.
 const WIDEST: usize = 1024;
 const WIDEST_MLP: usize = 3072;
@@ -67,21 +70,39 @@ const ROWS: usize = 64;
 /// What a weight is rounded to.
 const SCHEME: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
 
-/// Seconds of `work`, on average over a moment, after it was done once: threads start and pages are mapped then.
-pub(super) fn seconds(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    work()?;
-    seconds_at_once(work)
+/// For how long work is done at least to learn what it takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moment {
+    seconds: f64,
 }
 
-/// Seconds of `work`, on average over a moment. Other programs may take a part of the machine, as they will while the run
-/// takes place.
-pub(super) fn seconds_at_once(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    let (begin, mut times) = (Instant::now(), 0);
-    while times == 0 || begin.elapsed().as_secs_f64() < MOMENT {
-        work()?;
-        times += 1;
+impl Moment {
+    /// Long enough for any source.
+    pub(super) const WHOLE: Moment = Moment { seconds: 0.1 };
+
+    /// For a source of so many weights, `share` of which a rehearsal is worth.
+    fn of_share(share: f64) -> Self {
+        Moment {
+            seconds: share * Self::WHOLE.seconds,
+        }
     }
-    Ok(begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times))
+
+    /// Seconds of `work`, on average over the moment, after it was done once: threads start and pages are mapped then.
+    pub(super) fn seconds(self, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+        work()?;
+        self.seconds_at_once(work)
+    }
+
+    /// Seconds of `work`, on average over the moment. Other programs may take a part of the machine, as they will while the
+    /// run takes place.
+    pub(super) fn seconds_at_once(self, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+        let (begin, mut times) = (Instant::now(), 0);
+        while times == 0 || begin.elapsed().as_secs_f64() < self.seconds {
+            work()?;
+            times += 1;
+        }
+        Ok(begin.elapsed().as_secs_f64().max(1e-9) / f64::from(times))
+    }
 }
 
 /// The shape of a model of one layer, about as wide as `source`.
@@ -120,6 +141,7 @@ struct StandIn<'a> {
     text: Vec<Vec<u32>>,
     /// How inputs of the source's weights are rounded, but where it is measured.
     rounded: ActivationChoice,
+    moment: Moment,
 }
 
 /// Times of work on logits, by the logit.
@@ -142,7 +164,9 @@ impl<'a> StandIn<'a> {
         let config = shape(job.config());
         let linears = config.layer(0).linears().into_iter();
         let weights: usize = linears.map(|l| l.elements(&config)).sum();
-        let sequences = (ENOUGH / (weights * TOKENS)).clamp(SHORTER, MOST_SEQUENCES);
+        let share = (job.config().parameters() as f64 / WHOLE_FROM).min(1.0);
+        let enough = (share * ENOUGH as f64) as usize;
+        let sequences = (enough / (weights * TOKENS)).clamp(SHORTER, MOST_SEQUENCES);
         let sequence = |i| {
             (0..TOKENS)
                 .map(|j| ((i + j * 37) % VOCABULARY) as u32)
@@ -158,6 +182,7 @@ impl<'a> StandIn<'a> {
             },
             config,
             job,
+            moment: Moment::of_share(share),
         })
     }
 
@@ -191,11 +216,12 @@ impl<'a> StandIn<'a> {
         let values: Vec<f32> = (0..ROWS * VOCABULARY).map(logit).collect();
         let other: Vec<f32> = (0..ROWS * VOCABULARY).map(|i| 0.9 * logit(i)).collect();
         let sampler = Sampler::new(SamplingParams::default(), 0)?;
-        let drawn = seconds(|| {
+        let drawn = self.moment.seconds(|| {
             let rows = values.par_chunks(VOCABULARY);
             Ok(rows.try_for_each(|row| sampler.clone().sample(row).map(drop))?)
         })?;
-        let scored = seconds(|| Ok(kld_rows(&other, &values, VOCABULARY).map(drop)?))?;
+        let scored =
+            (self.moment).seconds(|| Ok(kld_rows(&other, &values, VOCABULARY).map(drop)?))?;
         Ok(LogitTimes {
             drawn: drawn / values.len() as f64,
             scored: scored / values.len() as f64,
@@ -206,7 +232,7 @@ impl<'a> StandIn<'a> {
     fn sampling(&self, together: usize, logits: &LogitTimes) -> Result<f64> {
         let engine = self.loaded(self.rounded)?;
         let products = self.weights + (VOCABULARY * self.config.hidden_size) as f64;
-        let of_token = step(engine.as_ref(), together)? / together as f64;
+        let of_token = step(engine.as_ref(), together, self.moment)? / together as f64;
         Ok(without(of_token, logits.drawn * VOCABULARY as f64) / products)
     }
 
@@ -222,12 +248,13 @@ impl<'a> StandIn<'a> {
             Ok(nq_load::stepper(config, &options, KvType::F16, usize::MAX)?)
         };
         let over = |stepper: &mut dyn LayerStepper, text: &Hidden| {
-            seconds(|| Ok(stepper.layer(0, &weights, &mut text.clone(), &mut ())?))
+            self.moment
+                .seconds(|| Ok(stepper.layer(0, &weights, &mut text.clone(), &mut ())?))
         };
         let mut rounding = stepper(self.rounded)?;
         let mut known = None;
         let mut gather = |text: &Hidden| -> Result<f64> {
-            seconds(|| {
+            self.moment.seconds(|| {
                 let needs = method.needs();
                 let found = layers::gather(rounding.as_mut(), 0, &weights, text, needs, &())?;
                 known = Some(found.0);
@@ -254,7 +281,7 @@ impl<'a> StandIn<'a> {
             } else {
                 0.0
             };
-        let rounded = seconds(|| method.round(&problem).map(drop))?;
+        let rounded = self.moment.seconds(|| method.round(&problem).map(drop))?;
         let column = rounded / (columns * (weight.rows * weight.cols) as f64);
         // What the next ones do not need would add to what they take.
         drop((known, weight));
@@ -294,14 +321,14 @@ impl<'a> StandIn<'a> {
         let spec = EvalSpec::new(Protocol::Llama, TOKENS, "");
         let text = self.text.concat();
         let compare = || compare(result.as_ref(), source.as_ref(), &text, &spec, &());
-        let all = seconds(|| Ok(compare().map(drop)?))?;
+        let all = self.moment.seconds(|| Ok(compare().map(drop)?))?;
         let scored = logits.scored * self.tokens() / 2.0 * VOCABULARY as f64;
         Ok(without(all, scored) / (2.0 * (self.of_layer() + self.of_head())))
     }
 }
 
 /// Seconds of a step of `engine` that samples so many sequences together.
-pub(super) fn step(engine: &dyn Engine, together: usize) -> Result<f64> {
+pub(super) fn step(engine: &dyn Engine, together: usize, moment: Moment) -> Result<f64> {
     let mut session = engine.session(SessionSpec {
         slots: together,
         ctx: STEPS + 1,
@@ -318,7 +345,8 @@ pub(super) fn step(engine: &dyn Engine, together: usize) -> Result<f64> {
         stop: &[],
         sampling: SamplingParams::default(),
     };
-    let steps = seconds(|| Ok(sample_sequences(session.as_mut(), &request, &()).map(drop)?))?;
+    let steps =
+        moment.seconds(|| Ok(sample_sequences(session.as_mut(), &request, &()).map(drop)?))?;
     Ok(steps / STEPS as f64)
 }
 
@@ -345,6 +373,7 @@ impl Job<'_> {
             compared: model.comparison(&logits)?,
             scored: logits.scored,
             column: layer.column,
+            moment: model.moment,
         };
         drop(model);
         // What it took is no part of the memory that the run is said to take.

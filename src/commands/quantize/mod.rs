@@ -18,7 +18,7 @@ use nq_formats::Progress;
 use nq_formats::nq::staging;
 use nq_formats::trellis::Code;
 use nq_model::DType;
-use nq_quantize::pipeline::{Job, QuantizeOptions};
+use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{
     CALIBRATION_TOKENS, CalibrationSource, DeviceEstimate, Error, Estimate, TargetSize,
@@ -79,11 +79,14 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     });
     lines.extend(on_gpu.map(|bytes| format!("on a GPU: {} of weights", human_bytes(bytes))));
     // A run says it itself: what is left of an interrupted one is known once its work was read.
-    if args.dry_run {
+    let stages = if args.dry_run {
         let stages = job.stages()?;
-        let stages: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
-        lines.extend(time_plan(&stages));
-    }
+        let named: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
+        lines.extend(time_plan(&named));
+        Some(stages)
+    } else {
+        None
+    };
     match job.device_estimate()? {
         Some(device) => lines.push(device_plan(&device)),
         None if args.device_memory.is_some() => {
@@ -91,8 +94,8 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         None => {}
     }
-    if args.dry_run {
-        dry_run(&job, &target, lines, &estimate, global)?;
+    if let Some(stages) = stages {
+        dry_run(&job, &target, lines, &stages, global)?;
         return Ok(ExitCode::SUCCESS);
     }
     lines.iter().for_each(|line| terminal.note(line));
@@ -153,13 +156,13 @@ fn dry_run(
     job: &Job<'_>,
     target: &QuantizeTarget,
     mut lines: Vec<String>,
-    estimate: &Estimate,
+    stages: &[PlannedStage],
     global: &Global,
 ) -> anyhow::Result<()> {
     let tuning = job.tuning_estimate()?;
     if global.json {
-        let mut json = serde_json::to_value(estimate)?;
-        json["stages"] = serde_json::to_value(job.stages()?)?;
+        let mut json = serde_json::to_value(job.estimate())?;
+        json["stages"] = serde_json::to_value(stages)?;
         json["tuning"] = serde_json::to_value(tuning)?;
         json["device"] = serde_json::to_value(job.device_estimate()?)?;
         json["out"] = target.out.display().to_string().into();
