@@ -191,15 +191,18 @@ impl Program {
         let norm = RowsOp::new(gpu, &source, 1, &gathered)?;
         let (input, step) = (Input::Rows(head_in), &b.head_step);
         let mut head = recorder.product_op(&model.head, step, input, logits, Outputs::Stored)?;
-        // A pass of one row wants that one.
-        let operands = Operands {
-            step,
-            x: stream,
-            beside: &gains,
-            y: logits,
-        };
-        let eps = Some(c.rms_norm_eps);
-        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
+        // A pass of one row wants that one. Where inputs are not rounded, every workgroup would multiply them by gains
+        // for itself, which takes longer than a launch with so many outputs.
+        if model.head.rounds {
+            let operands = Operands {
+                step,
+                x: stream,
+                beside: &gains,
+                y: logits,
+            };
+            let eps = Some(c.rms_norm_eps);
+            head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
+        }
         Ok(Program {
             layers,
             norm,
