@@ -23,6 +23,8 @@ pub(crate) struct Heads {
     pub(crate) gated: bool,
     /// What keys and values are rounded to: f16 or int8.
     pub(crate) kv_type: KvType,
+    /// Queries of a workgroup at most.
+    pub(crate) queries: usize,
 }
 
 impl Heads {
@@ -35,7 +37,14 @@ impl Heads {
             turned: c.rotary_dims(),
             gated: c.gate_dim() > 0,
             kv_type,
+            // Four, or as many values as four of 128.
+            queries: (512 / c.head_dim).clamp(1, 4),
         }
+    }
+
+    /// The same for steps of few rows with few keys, which take more workgroups: one for each query.
+    pub(crate) fn apart(self) -> Self {
+        Heads { queries: 1, ..self }
     }
 
     /// Values from one query to the next.
@@ -89,19 +98,14 @@ impl Heads {
         self.count / self.kv
     }
 
-    /// Queries of a workgroup at most: four, or as many values as four of 128.
-    fn queries(&self) -> usize {
-        (512 / self.dim).clamp(1, 4)
-    }
-
     /// Parts into which the heads of a group are divided.
     pub(crate) fn shares(&self) -> usize {
-        self.group().div_ceil(self.queries())
+        self.group().div_ceil(self.queries)
     }
 
     /// Rows of a sequence that attend together, where they are several.
     pub(crate) fn tile(&self) -> usize {
-        (self.queries() / self.group()).max(1)
+        (self.queries / self.group()).max(1)
     }
 }
 
@@ -132,7 +136,6 @@ pub(crate) fn attention(heads: Heads, vectors: Option<HeadKinds>) -> KernelSourc
     // Invocations for which there is a key to each; 64 keys are read together.
     let value_shares = (256 / (heads.dim / 2)).min(64);
     (heads.preparing(rows, vectors.unwrap_or_default()))
-        .file(include_str!("wgsl/softmax.wgsl"))
         .file(include_str!("wgsl/attention.wgsl"))
         .with("PER_QUARTER", (heads.dim / 8).div_ceil(4))
         .with("VALUE_SHARES", value_shares)

@@ -8,6 +8,7 @@ use crate::source::KernelSource;
 use nq_formats::Bits;
 use nq_model::{DType, Experts};
 use nq_runtime::Result;
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::Arc;
 use wgpu::{BindGroup, Buffer};
@@ -134,16 +135,78 @@ pub(crate) struct RoutedInputs<'a> {
     pub(crate) summed: bool,
 }
 
-/// Invocations of a workgroup of a [`RowProduct`].
-const ROW_GROUP: usize = 256;
-
-/// Rows of a weight, and units of each, that one of its invocations reads at once.
+/// Rows of a weight that an invocation of a [`RowProduct`] reads at once.
 const ROW_TOGETHER: usize = 2;
-const ROW_UNROLLED: usize = 2;
 
 /// Workgroups of a [`RowProduct`] at most: about as many as a large GPU runs at once, so that none of them prepares its
 /// inputs for a few rows alone.
 const ROW_GROUPS: usize = 528;
+
+/// How the kernel of a [`RowProduct`] goes through a weight.
+struct RowShape {
+    units: usize,
+    lanes: usize,
+    /// Invocations of a workgroup.
+    threads: usize,
+    /// Units of a row that an invocation reads at once.
+    unrolled: usize,
+    /// Workgroups, and how often each goes on to further rows.
+    groups: usize,
+    each: usize,
+}
+
+impl RowShape {
+    /// That of a weight with `rows` rows of `units` units.
+    fn new(gpu: &Gpu, rows: usize, units: usize) -> Self {
+        let lanes = gpu.lanes.unwrap_or(32);
+        let blocks = |threads: usize| rows.div_ceil(threads / lanes * ROW_TOGETHER);
+        // Half as many workgroups round the inputs, where that leaves one to each processor of a large GPU.
+        let most = gpu.limits.max_compute_invocations_per_workgroup as usize;
+        let threads = match blocks(256) {
+            129..=256 if most >= 512 => 512,
+            _ => 256,
+        };
+        let each = blocks(threads).div_ceil(ROW_GROUPS);
+        let own = units.div_ceil(lanes);
+        // As few as possible past the end. Fewer at once where those of further rows are on their way beside them.
+        let widths = 1..=if each > 1 { 2 } else { 4 };
+        let unrolled = widths.min_by_key(|n| (own.next_multiple_of(*n), Reverse(*n)));
+        RowShape {
+            units,
+            lanes,
+            threads,
+            unrolled: unrolled.unwrap_or(1),
+            groups: blocks(threads).div_ceil(each),
+            each,
+        }
+    }
+
+    /// Bytes of a workgroup's memory: bytes, scales and sums of units, and values that invocations exchange.
+    fn held(&self, gpu: &Gpu) -> usize {
+        let sums = if gpu.lanes.is_some() { 0 } else { ROW_TOGETHER };
+        (UNIT + 8) * self.units + 4 * self.threads * (1 + sums)
+    }
+
+    /// `source` with its kernel.
+    fn kernel(&self, source: KernelSource, gpu: &Gpu) -> KernelSource {
+        let subgroups = gpu.lanes.is_some();
+        let quads = if subgroups { 4 } else { 8 };
+        source
+            .file(include_str!("wgsl/experts.wgsl"))
+            .file(include_str!("wgsl/gemv_row.wgsl"))
+            .with("UNITS", self.units)
+            .with("LANES", self.lanes)
+            .with("THREADS", self.threads)
+            .with("PARTS", self.threads / self.lanes)
+            .with("TOGETHER", ROW_TOGETHER)
+            .with("UNROLLED", self.unrolled)
+            .with("TURNS", self.units.div_ceil(self.lanes * self.unrolled))
+            .with("EACH", self.each)
+            .with("QUADS", quads)
+            .with("ROUNDS", (8 * self.units).div_ceil(quads * self.threads))
+            .flag("SUBGROUPS", subgroups)
+    }
+}
 
 impl RowProduct {
     /// Binds `linear`, whose f32 inputs are normalized if the `eps` of an RMSNorm is given; `None` if its kernels would be
@@ -162,12 +225,10 @@ impl RowProduct {
         // Experts whose outputs are summed have one row of inputs together.
         let parts = routes.map_or(1, |r| if r.summed { r.shape.per_token } else { 1 });
         let units = parts * linear.inputs / UNIT;
-        // Bytes, scales and sums of units, and values that invocations exchange.
         let scores = routes.and_then(|r| Some((r.scores?, r.shape.count)));
-        let held = (UNIT + 8) * units + 4 * ROW_GROUP * (ROW_TOGETHER + 1);
-        let held = held + 4 * scores.map_or(0, |(_, count)| count);
-        let fits = held <= gpu.limits.max_compute_workgroup_storage_size as usize;
-        if !linear.rounds && eps.is_none() && routes.is_none() || linear.rounds && !fits {
+        let scored = 4 * scores.map_or(0, |(_, count)| count);
+        let room = gpu.limits.max_compute_workgroup_storage_size as usize;
+        if !linear.rounds && eps.is_none() && routes.is_none() {
             return Ok(None);
         }
         let mut slices = Vec::with_capacity(linear.slices.len());
@@ -181,11 +242,15 @@ impl RowProduct {
             if scores.is_some() {
                 source = source.file(include_str!("wgsl/choose.wgsl"));
             }
+            let shape = RowShape::new(gpu, rows, units);
+            if linear.rounds && shape.held(gpu) + scored > room {
+                return Ok(None);
+            }
             let (mut source, grid) = match linear.rounds {
-                true => row_kernel(source, gpu, rows, units),
+                true => (shape.kernel(source, gpu), Grid::new(shape.groups, 1)),
                 false => {
-                    let grid = step_grid(rows, 1, false);
-                    (shaped(source, gpu, false, 1), grid)
+                    let source = source.with("THREADS", 128);
+                    (shaped(source, gpu, false, 1), step_grid(rows, 1, false))
                 }
             };
             let mut buffers = operands.buffers(slice).to_vec();
@@ -199,7 +264,6 @@ impl RowProduct {
                 source = (source
                     .with("ROUTES", routed.shape.per_token)
                     .with("COUNT", count))
-                .with("THREADS", if linear.rounds { ROW_GROUP } else { 128 })
                 .flag("NORMALIZED", normalized)
                 .flag("EXPERTS", true)
                 .flag("CHOOSE", scores.is_some())
@@ -218,25 +282,6 @@ impl RowProduct {
             kernel.launch(pass, Grid { z: rows, ..*grid });
         }
     }
-}
-
-/// The kernel of `gemv_row.wgsl` for a weight of `rows` rows of `units` units, and its workgroups.
-fn row_kernel(source: KernelSource, gpu: &Gpu, rows: usize, units: usize) -> (KernelSource, Grid) {
-    let lanes = gpu.lanes.unwrap_or(32);
-    let source = source
-        .file(include_str!("wgsl/experts.wgsl"))
-        .file(include_str!("wgsl/gemv_row.wgsl"))
-        .with("UNITS", units)
-        .with("LANES", lanes)
-        .with("PARTS", ROW_GROUP / lanes)
-        .with("TOGETHER", ROW_TOGETHER)
-        .with("UNROLLED", ROW_UNROLLED)
-        .with("TURNS", units.div_ceil(lanes * ROW_UNROLLED))
-        .flag("SUBGROUPS", gpu.lanes.is_some());
-    let blocks = rows.div_ceil(ROW_GROUP / lanes * ROW_TOGETHER);
-    // As many blocks for each workgroup, or one less.
-    let groups = blocks.div_ceil(blocks.div_ceil(ROW_GROUPS));
-    (source, Grid::new(groups, 1))
 }
 
 /// Tiles of GEMM that have so many rows, of a weight or of a pass.

@@ -83,11 +83,15 @@ impl ProductOp {
     }
 }
 
+/// Workgroups of a step's attention up to which each has one query: about as many as a large GPU runs at once.
+const APART: usize = 256;
+
 /// Attention of a layer.
 struct AttentionOp {
     shape: Heads,
-    /// Serves steps in which every sequence has one row.
+    /// Serve steps in which every sequence has one row: short ones a query at a time.
     alone: BoundKernel,
+    apart: BoundKernel,
     /// Prepares heads where sequences have several rows.
     heads: RowsOp,
     tiles: BoundKernel,
@@ -98,17 +102,20 @@ struct AttentionOp {
 impl AttentionOp {
     fn launch(&self, pass: &mut LaunchPass<'_>, attended: Attended) {
         let dims = Dims::new(self.shape.count, self.shape.dim);
-        let grid = Grid {
+        let grid = |shape: Heads| Grid {
             x: attended.splits,
-            y: self.shape.kv * self.shape.shares(),
+            y: shape.kv * shape.shares(),
             z: attended.tiles,
         };
-        if attended.alone {
-            self.alone.launch(pass, grid);
+        let queries = self.shape.count * attended.splits * attended.tiles;
+        if attended.alone && queries <= APART {
+            self.apart.launch(pass, grid(self.shape.apart()));
+        } else if attended.alone {
+            self.alone.launch(pass, grid(self.shape));
         } else {
             self.heads.launch(pass, attended.rows);
             pass.ends(("heads", "heads", dims), 0);
-            self.tiles.launch(pass, grid);
+            self.tiles.launch(pass, grid(self.shape));
         }
         pass.ends(("attention", "attention", dims), attended.bytes);
         if attended.splits > 1 {
@@ -184,15 +191,18 @@ impl Program {
         let norm = RowsOp::new(gpu, &source, 1, &gathered)?;
         let (input, step) = (Input::Rows(head_in), &b.head_step);
         let mut head = recorder.product_op(&model.head, step, input, logits, Outputs::Stored)?;
-        // A pass of one row wants that one.
-        let operands = Operands {
-            step,
-            x: stream,
-            beside: &gains,
-            y: logits,
-        };
-        let eps = Some(c.rms_norm_eps);
-        head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
+        // A pass of one row wants that one. Where inputs are not rounded, every workgroup would multiply them by gains
+        // for itself, which takes longer than a launch with so many outputs.
+        if model.head.rounds {
+            let operands = Operands {
+                step,
+                x: stream,
+                beside: &gains,
+                y: logits,
+            };
+            let eps = Some(c.rms_norm_eps);
+            head.row = RowProduct::new(gpu, &model.head, operands, Outputs::Stored, eps, None)?;
+        }
         Ok(Program {
             layers,
             norm,
@@ -516,6 +526,7 @@ impl Verbs for Recorder<'_> {
         self.ops.push(Op::Attention(AttentionOp {
             shape,
             alone: gpu.bound(&attention(shape, Some(kinds)), &all)?,
+            apart: gpu.bound(&attention(shape.apart(), Some(kinds)), &all)?,
             heads: RowsOp::new(gpu, &prepares, shape.kv * shape.shares(), &all[..7])?,
             tiles: gpu.bound(&attention(shape, None), &all)?,
             combine: RowsOp::new(gpu, &combines, shape.count, &combined)?,

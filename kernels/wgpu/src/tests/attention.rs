@@ -21,6 +21,7 @@ fn heads([count, kv, dim]: [usize; 3], kv_type: KvType) -> Heads {
         turned: dim,
         gated: false,
         kv_type,
+        queries: (512 / dim).clamp(1, 4),
     }
 }
 
@@ -279,10 +280,11 @@ fn a_row_prepares_its_heads_and_attends() {
             gated,
             ..heads(shape, kv_type)
         };
-        for (len, split_pages) in [1, 65, 300]
+        // As many queries to a workgroup as fit, and one.
+        let cases = [1, 65, 300]
             .into_iter()
-            .flat_map(|len| [(len, 3), (len, 1)])
-        {
+            .flat_map(|len| [(len, 3), (len, 1)]);
+        for ((len, split_pages), heads) in cases.flat_map(|c| [(c, heads), (c, heads.apart())]) {
             let mut s = CachedSequence::new(heads, len, 1);
             s.prepared(true, normed);
             s.kept = [8, 9].map(|seed| {

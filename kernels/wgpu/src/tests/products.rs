@@ -217,8 +217,15 @@ fn a_row_is_normalized_and_rounded_by_its_product() {
     ];
     for lanes in [gpu.lanes, None] {
         gpu.lanes = lanes;
-        // Inputs that no number of lanes divides, and so many outputs that workgroups compute several blocks.
-        for (inputs, rows) in [(672, 131), (3 * 512, 70), (64, 40_000)] {
+        // Inputs that no number of lanes divides, and so many outputs that workgroups are larger, or compute several blocks.
+        let shapes = [
+            (672, 131),
+            (3 * 512, 70),
+            (96, 3000),
+            (64, 9000),
+            (64, 40_000),
+        ];
+        for (inputs, rows) in shapes {
             for (scheme, seed) in schemes.into_iter().zip(1..) {
                 let cases = [Outputs::Stored, Outputs::Added, Outputs::Gated].into_iter();
                 for (outputs, eps) in cases.zip([Some(1e-5), None, Some(1e-6)]) {

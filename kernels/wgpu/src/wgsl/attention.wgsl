@@ -10,6 +10,9 @@
 var<workgroup> queries: array<vec4<f32>, QUERIES * DIM / 4>;
 // Sums of scores, by the four invocations that share a key.
 var<workgroup> partial: array<f32, QUERIES * 256>;
+var<workgroup> scores: array<f32, QUERIES * 64>;
+// The greatest score of each share of the keys, and the sum of weights.
+var<workgroup> maxima: array<vec2<f32>, VALUE_SHARES>;
 
 // Where the keys from `base` on are; past the end of a part, where its first ones are.
 fn place_of(table: u32, kv_head: u32, begin: u32, base: u32, end: u32) -> u32 {
@@ -54,6 +57,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let position = batch[tile + 2u];
     let table = step.tables_at + batch[tile + 3u];
 #end
+#if ALONE
+    let loaded = load_heads(first_row, kv_head, first_query, index);
+#end
     let begin = split * step.split_pages * PAGE;
     let end = min(position + rows, begin + step.split_pages * PAGE);
     // Four neighbours share a key, and invocations that share values have some keys each.
@@ -76,7 +82,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 
     // Queries past the end are computed as the last one, and not written.
 #if ALONE
-    prepare_heads(first_row, kv_head, first_query, index);
+    prepare_heads(first_row, kv_head, first_query, index, loaded);
     if (end == position + 1u && begin <= position) {
         keep_heads(table, kv_head, position, index);
     }
@@ -91,14 +97,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var i = index; i < QUERIES * DIM / 4u; i += 256u) {
         queries[i] = vec4<f32>(heads[4u * i], heads[4u * i + 1u], heads[4u * i + 2u], heads[4u * i + 3u]) * SCALE;
     }
-    if (index < QUERIES) {
-        greatest[index] = NOTHING;
-        total[index] = 0.0;
-    }
     workgroupBarrier();
 
 #for q in QUERIES
     var sum$q = vec2<f32>();
+    var most$q = NOTHING;
+    var total$q = 0.0;
 #end
     for (var base = begin; base < end; base += 64u) {
         let count = min(64u, end - base);
@@ -155,37 +159,59 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             scores[i] = select(NOTHING, score, i % 64u < min(count, seen - min(base, seen)));
         }
         workgroupBarrier();
-        soften(index);
-#for q in QUERIES
-        sum$q *= shrunk[$q];
-#end
 #for k in PER_SHARE
-        if (share * PER_SHARE + $ku < 64u) {
-            var value = two(now_value$k, pair);
+        var value$k = two(now_value$k, pair);
 #if INT8
-            let own = base + min(share * PER_SHARE + $ku, count - 1u);
-            value *= scale_at(table, kv_head, own, position, 1u);
+        value$k *= scale_at(table, kv_head, base + min(share * PER_SHARE + $ku, count - 1u), position, 1u);
 #end
+#end
+        // Invocations of a share have a softmax of its keys for themselves: they wait for no other share, and shares are
+        // joined behind the loop.
 #for q in QUERIES
-            sum$q += value * scores[$qu * 64u + share * PER_SHARE + $ku];
+        {
+            var most = most$q;
+#for k in PER_SHARE
+            let score$k = scores[$qu * 64u + min(share * PER_SHARE + $ku, 63u)];
+            most = max(most, score$k);
+#end
+            let shrinks = exp(most$q - most);
+            most$q = most;
+            total$q *= shrinks;
+            sum$q *= shrinks;
+#for k in PER_SHARE
+            if (share * PER_SHARE + $ku < 64u) {
+                // Before the first key that a query sees, nothing counts.
+                let weight = select(exp(score$k - most), 0.0, score$k == NOTHING);
+                total$q += weight;
+                sum$q += value$k * weight;
+            }
 #end
         }
 #end
-        workgroupBarrier();
     }
 #for q in QUERIES
     sums[index] = sum$q;
+    if (index % PAIRS == 0u && share < VALUE_SHARES) {
+        maxima[share] = vec2<f32>(most$q, total$q);
+    }
     workgroupBarrier();
     if (index < PAIRS && first_query + $qu < rows * GROUP) {
-        var both = vec2<f32>();
+        var greatest = NOTHING;
         for (var s = 0u; s < VALUE_SHARES; s++) {
-            both += sums[s * PAIRS + index];
+            greatest = max(greatest, maxima[s].x);
+        }
+        var both = vec2<f32>();
+        var total = 0.0;
+        for (var s = 0u; s < VALUE_SHARES; s++) {
+            let shrinks = exp(maxima[s].x - greatest);
+            both += sums[s * PAIRS + index] * shrinks;
+            total += maxima[s].y * shrinks;
         }
         let row = first_row + (first_query + $qu) / GROUP;
         let head = kv_head * GROUP + (first_query + $qu) % GROUP;
         let at = row * HEADS + head;
         if (step.splits == 1u) {
-            both /= total[$q];
+            both /= total;
 #if GATED
             let gate = row * STRIDE + head * QUERY_STEP + DIM + 2u * index;
             both /= 1.0 + exp(-vec2<f32>(qkv[gate], qkv[gate + 1u]));
@@ -197,8 +223,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             parts[to + 2u * index] = both.x;
             parts[to + 2u * index + 1u] = both.y;
             if (index == 0u) {
-                parts[to + DIM] = greatest[$q];
-                parts[to + DIM + 1u] = total[$q];
+                parts[to + DIM] = greatest;
+                parts[to + DIM + 1u] = total;
             }
         }
     }

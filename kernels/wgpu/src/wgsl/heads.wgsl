@@ -16,9 +16,6 @@
 
 var<workgroup> heads: array<f32, (QUERIES + 2) * DIM>;
 var<workgroup> sums: array<vec2<f32>, 256>;
-#if NORMS
-var<workgroup> factors: array<f32, QUERIES + 1>;
-#end
 
 #if INT8
 // The key and the value of the row in bytes, and their scales.
@@ -47,33 +44,48 @@ fn new_value(word: u32) -> u32 {
 }
 #end
 
-// Makes the heads of a row, of which queries past the end of the group are its last one. All that this takes is on its way
-// from memory at once: a step waits for each way there and back.
-fn prepare_heads(row: u32, kv_head: u32, first_query: u32, index: u32) {
+// What a row's heads are made of: values, biases, gains, cosines and sines.
+struct Loaded {
+    values: array<f32, PER_HEADS>,
+#if NORMS
+    gains: array<f32, PER_HEADS>,
+#end
+    turns: array<vec2<f32>, PER_TURNS>,
+}
+
+fn load_heads(row: u32, kv_head: u32, first_query: u32, index: u32) -> Loaded {
+    var loaded: Loaded;
 #for n in PER_HEADS
-    let i$n = min(index + 256u * $nu, (QUERIES + 2u) * DIM - 1u);
-    let head$n = i$n / DIM;
-    let shared$n = KEYS_AT + (kv_head + select(0u, KV_HEADS, head$n > QUERIES)) * DIM;
-    let query$n = (kv_head * GROUP + min(first_query + head$n, GROUP - 1u)) * QUERY_STEP;
-    let at$n = select(query$n, shared$n, head$n >= QUERIES) + i$n % DIM;
-    var value$n = qkv[row * STRIDE + at$n];
+    {
+        let i = min(index + 256u * $nu, (QUERIES + 2u) * DIM - 1u);
+        let head = i / DIM;
+        let shared_at = KEYS_AT + (kv_head + select(0u, KV_HEADS, head > QUERIES)) * DIM;
+        let query_at = (kv_head * GROUP + min(first_query + head, GROUP - 1u)) * QUERY_STEP;
+        let at = select(query_at, shared_at, head >= QUERIES) + i % DIM;
+        loaded.values[$n] = qkv[row * STRIDE + at];
 #if BIASES
-    let bias$n = vectors[at$n];
+        loaded.values[$n] += vectors[at];
 #end
 #if NORMS
-    let gain$n = vectors[NORMS_AT + select(0u, DIM, head$n == QUERIES) + i$n % DIM];
+        loaded.gains[$n] = vectors[NORMS_AT + select(0u, DIM, head == QUERIES) + i % DIM];
 #end
+    }
 #end
 #for n in PER_TURNS
-    let pair$n = min(index + 256u * $nu, (QUERIES + 1u) * TURNED / 2u - 1u) % (TURNED / 2u);
-    let cosine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n]);
-    let sine$n = bitcast<f32>(batch[step.turns_at + row * TURNED + 2u * pair$n + 1u]);
+    {
+        let pair = min(index + 256u * $nu, (QUERIES + 1u) * TURNED / 2u - 1u) % (TURNED / 2u);
+        let at = step.turns_at + row * TURNED + 2u * pair;
+        loaded.turns[$n] = vec2<f32>(bitcast<f32>(batch[at]), bitcast<f32>(batch[at + 1u]));
+    }
 #end
+    return loaded;
+}
+
+// Makes the heads of a row, of which queries past the end of the group are its last one.
+fn prepare_heads(row: u32, kv_head: u32, first_query: u32, index: u32, loaded: Loaded) {
 #for n in PER_HEADS
-#if BIASES
-    value$n += bias$n;
-#end
-    heads[i$n] = value$n;
+    let i$n = min(index + 256u * $nu, (QUERIES + 2u) * DIM - 1u);
+    heads[i$n] = loaded.values[$n];
 #end
     workgroupBarrier();
     // Sixteen invocations for a head.
@@ -87,28 +99,24 @@ fn prepare_heads(row: u32, kv_head: u32, first_query: u32, index: u32) {
     }
     sums[index].x = square;
     workgroupBarrier();
-    if (index <= QUERIES) {
+#for n in PER_HEADS
+    if (i$n / DIM <= QUERIES) {
         square = 0.0;
         for (var i = 0u; i < 16u; i++) {
-            square += sums[16u * index + i].x;
+            square += sums[16u * (i$n / DIM) + i].x;
         }
-        factors[index] = 1.0 / sqrt(square / f32(DIM) + EPS);
-    }
-    workgroupBarrier();
-#for n in PER_HEADS
-    if (head$n <= QUERIES) {
-        heads[i$n] = value$n * factors[head$n] * gain$n;
+        heads[i$n] = loaded.values[$n] / sqrt(square / f32(DIM) + EPS) * loaded.gains[$n];
     }
 #end
     workgroupBarrier();
 #end
 #for n in PER_TURNS
     if (index + 256u * $nu < (QUERIES + 1u) * TURNED / 2u) {
-        let at = (index + 256u * $nu) / (TURNED / 2u) * DIM + pair$n;
+        let at = (index + 256u * $nu) / (TURNED / 2u) * DIM + (index + 256u * $nu) % (TURNED / 2u);
         let a = heads[at];
         let b = heads[at + TURNED / 2u];
-        heads[at] = a * cosine$n - b * sine$n;
-        heads[at + TURNED / 2u] = b * cosine$n + a * sine$n;
+        heads[at] = a * loaded.turns[$n].x - b * loaded.turns[$n].y;
+        heads[at + TURNED / 2u] = b * loaded.turns[$n].x + a * loaded.turns[$n].y;
     }
 #end
     workgroupBarrier();
@@ -164,7 +172,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let row = group.x;
     let kv_head = group.y / SHARES;
     let first_query = group.y % SHARES * QUERIES;
-    prepare_heads(row, kv_head, first_query, index);
+    prepare_heads(row, kv_head, first_query, index, load_heads(row, kv_head, first_query, index));
     for (var i = index; i < min(QUERIES, GROUP - first_query) * DIM; i += 256u) {
         let query = kv_head * GROUP + first_query + i / DIM;
         qkv[row * STRIDE + query * QUERY_STEP + i % DIM] = heads[i];
