@@ -14,8 +14,10 @@ use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, TensorEntry, human_bytes};
 use nq_kernels::registry::WeightKind;
 use nq_model::ModelConfig;
+use nq_model::names::stack_name;
 use nq_runtime::weights::{Kinds, weight_kinds};
 use nq_runtime::{SamplingParams, SessionSpec};
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 /// Opens the model given to a command, a path or a name; without one, the default model.
@@ -119,8 +121,8 @@ pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
         let (stored, held) = expanded_exl3(checkpoint);
         if stored > 0 {
             progress.note(&format!(
-                "EXL3's codes of experts, and of 1, 1.5, 2.5 and 3.5 bits, have no kernel and run as FP16: {} of them in \
-                 files take {}",
+                "EXL3's codes of 1, 1.5, 2.5 and 3.5 bits, and of experts that differ in bits or code within a layer, have no \
+                 kernel and run as FP16: {} of them in files take {}",
                 human_bytes(stored),
                 human_bytes(held)
             ));
@@ -164,11 +166,14 @@ pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
 /// Bytes of the codes of an EXL3 checkpoint that devices have no kernels for, and of their values in FP16.
 fn expanded_exl3(checkpoint: &Checkpoint) -> (u64, u64) {
     let store = checkpoint.store();
+    // Of a stack all experts are looked at.
+    let mut have_kernels = BTreeMap::new();
     let without_kernel = |entry: TensorEntry| {
-        let name = entry.name.strip_suffix(exl3::TRELLIS)?;
+        let name = stack_name(entry.name.strip_suffix(exl3::TRELLIS)?);
         let tiles: usize = entry.shape.iter().take(2).product();
-        let has_kernel = store.scheme_in_levels(name).is_some();
-        (!has_kernel).then_some((entry.bytes, 2 * (tiles * VALUES) as u64))
+        let has_kernel = (have_kernels.entry(name.into_owned()))
+            .or_insert_with_key(|name| store.scheme_in_levels(name).is_some());
+        (!*has_kernel).then_some((entry.bytes, 2 * (tiles * VALUES) as u64))
     };
     let all = store.entries().into_iter().filter_map(without_kernel);
     all.fold((0, 0), |(a, b), (stored, held)| (a + stored, b + held))

@@ -190,13 +190,15 @@ pub const fn place(t: usize) -> (usize, usize) {
     )
 }
 
-/// A weight `[out, in]` in an EXL3 code. Parts are checked on construction.
+/// A weight `[out, in]` in an EXL3 code, or a stack of those of several experts, each of which has scales of inputs of its
+/// own. Parts are checked on construction.
 #[derive(Clone, Debug)]
 pub struct Exl3Weight {
     scheme: Exl3Scheme,
     dims: Dims,
-    tiles: Bytes,              // [in / 16, out / 16, bytes of a tile]
-    input_scales: Arc<[f16]>,  // [in]
+    experts: usize,
+    tiles: Bytes,              // [experts, in / 16, out / experts / 16, bytes of a tile]
+    input_scales: Arc<[f16]>,  // [experts, in]
     output_scales: Arc<[f16]>, // [out]
 }
 
@@ -250,10 +252,52 @@ impl Exl3Weight {
         Ok(Exl3Weight {
             scheme,
             dims,
+            experts: 1,
             tiles,
             input_scales,
             output_scales,
         })
+    }
+
+    /// A stack of the experts of all `parts`, in their order; `None` if these are not [alike](Exl3Weight::is_like), or if there
+    /// are none.
+    pub fn stack(parts: &[&Exl3Weight]) -> Option<Exl3Weight> {
+        let first = parts.first()?;
+        if !parts.iter().all(|w| w.is_like(first)) {
+            return None;
+        }
+        let mut tiles = Vec::with_capacity(parts.iter().map(|w| w.tiles.len()).sum());
+        for part in parts {
+            tiles.extend_from_slice(&part.tiles);
+            crate::mapping::release(&part.tiles);
+        }
+        let scales = |of_part: fn(&Exl3Weight) -> &[f16]| -> Arc<[f16]> {
+            parts.iter().flat_map(|w| of_part(w)).copied().collect()
+        };
+        Some(Exl3Weight {
+            scheme: first.scheme,
+            dims: Dims::new(parts.iter().map(|w| w.dims.rows).sum(), first.dims.cols),
+            experts: parts.iter().map(|w| w.experts).sum(),
+            tiles: tiles.into(),
+            input_scales: scales(|w| &w.input_scales),
+            output_scales: scales(|w| &w.output_scales),
+        })
+    }
+
+    /// True if the experts of both have one scheme and one shape.
+    pub(crate) fn is_like(&self, other: &Exl3Weight) -> bool {
+        let each = |w: &Exl3Weight| (w.scheme, w.dims.cols, w.expert_rows());
+        each(self) == each(other)
+    }
+
+    /// Number of experts that it is a stack of; 1 for a weight of its own.
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// Outputs of an expert.
+    fn expert_rows(&self) -> usize {
+        self.dims.rows / self.experts
     }
 
     /// Code and bits.
@@ -266,7 +310,7 @@ impl Exl3Weight {
         self.dims
     }
 
-    /// All tiles, `[in / 16, out / 16, bytes of a tile]`.
+    /// All tiles, `[experts, in / 16, outputs of an expert / 16, bytes of a tile]`.
     pub fn tiles(&self) -> &Bytes {
         &self.tiles
     }
@@ -276,11 +320,12 @@ impl Exl3Weight {
     /// # Panics
     /// If there is no such tile.
     pub fn tile(&self, down: usize, across: usize) -> &[u8] {
-        let size = self.scheme.tile_bytes();
-        &self.tiles[(down * (self.dims.rows / TILE) + across) * size..][..size]
+        let (size, width) = (self.scheme.tile_bytes(), self.expert_rows() / TILE);
+        let line = across / width * (self.dims.cols / TILE) + down;
+        &self.tiles[(line * width + across % width) * size..][..size]
     }
 
-    /// Signed scales of inputs, `[in]`.
+    /// Signed scales of inputs, `[experts, in]`.
     pub fn input_scales(&self) -> &Arc<[f16]> {
         &self.input_scales
     }
@@ -292,7 +337,7 @@ impl Exl3Weight {
 
     /// Bytes of codes and scales.
     pub fn bytes(&self) -> usize {
-        self.scheme.bytes(self.dims.rows, self.dims.cols)
+        self.tiles.len() + 2 * (self.input_scales.len() + self.output_scales.len())
     }
 
     /// The values of rows `128 block ..`, `[128, in]`.
@@ -319,9 +364,10 @@ impl Exl3Weight {
             }
         }
         let of_outputs = &self.output_scales[block * BLOCK..];
+        let of_inputs = &self.input_scales[block * BLOCK / self.expert_rows() * cols..][..cols];
         for (row, scale) in values.chunks_exact_mut(cols).zip(of_outputs) {
             transform(row);
-            for (v, of_input) in row.iter_mut().zip(&*self.input_scales) {
+            for (v, of_input) in row.iter_mut().zip(of_inputs) {
                 *v = *v * of_input.to_f32() * scale.to_f32();
             }
         }
@@ -377,7 +423,8 @@ impl Exl3Weight {
         out.copy_from_slice(&values[row % BLOCK * cols..][..cols]);
     }
 
-    /// The rows `ranges`, one range after another, as a weight of its own; `None` unless they are whole blocks of 128.
+    /// The rows `ranges`, one range after another, as a weight of its own; `None` unless they are whole blocks of 128, and of
+    /// a stack one range of whole experts.
     pub fn rows(&self, ranges: &[Range<usize>]) -> Option<Exl3Weight> {
         let whole = |rows: &Range<usize>| {
             let blocks = rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK);
@@ -385,6 +432,12 @@ impl Exl3Weight {
         };
         if !ranges.iter().all(whole) {
             return None;
+        }
+        if self.experts > 1 {
+            return match ranges {
+                [rows] => self.experts_in(rows.clone()),
+                _ => None,
+            };
         }
         let size = self.scheme.tile_bytes();
         let of_tiles = |rows: &Range<usize>| rows.start / TILE * size..rows.end / TILE * size;
@@ -395,9 +448,28 @@ impl Exl3Weight {
         Some(Exl3Weight {
             scheme: self.scheme,
             dims: Dims::new(output_scales.len(), self.dims.cols),
+            experts: 1,
             tiles: tiles.copied().collect::<Vec<u8>>().into(),
             input_scales: self.input_scales.clone(),
             output_scales: output_scales.into(),
+        })
+    }
+
+    /// The experts of a stack whose rows these are, whose tiles share its memory; `None` unless they are whole ones.
+    fn experts_in(&self, rows: Range<usize>) -> Option<Exl3Weight> {
+        let (each, cols) = (self.expert_rows(), self.dims.cols);
+        if !rows.start.is_multiple_of(each) || !rows.end.is_multiple_of(each) {
+            return None;
+        }
+        let some = rows.start / each..rows.end / each;
+        let size = self.tiles.len() / self.experts;
+        Some(Exl3Weight {
+            scheme: self.scheme,
+            dims: Dims::new(rows.len(), cols),
+            experts: some.len(),
+            tiles: self.tiles.slice(some.start * size..some.end * size),
+            input_scales: self.input_scales[some.start * cols..some.end * cols].into(),
+            output_scales: self.output_scales[rows].into(),
         })
     }
 }
@@ -459,6 +531,41 @@ mod tests {
             let sum: f64 = values.iter().map(|v| v * v).sum();
             assert!((sum - squares).abs() < 1e-6, "{bits} {code:?}: {sum}");
         }
+    }
+
+    /// A stack has the rows of its parts, whatever their scales of inputs, and gives its experts back as they were.
+    #[test]
+    fn stacks_have_the_rows_of_their_experts() {
+        let dims = Dims::new(2 * BLOCK, BLOCK);
+        let scheme = Exl3Scheme::new(Exl3Code::Mcg, 6).unwrap();
+        let expert = |scheme: Exl3Scheme, nth: usize| {
+            let size = dims.rows / TILE * (dims.cols / TILE) * scheme.tile_bytes();
+            let tiles: Vec<u8> = (0..size).map(|i| (i * (2 * nth + 31) >> 3) as u8).collect();
+            let scales = |n: usize, by: usize| {
+                let scale = |i: usize| f16::from_f32(((i + nth) % by + 1) as f32);
+                (0..n).map(scale).collect()
+            };
+            let (inputs, outputs) = (scales(dims.cols, 5), scales(dims.rows, 7));
+            Exl3Weight::new(scheme, dims, tiles.into(), inputs, outputs).unwrap()
+        };
+        let experts: Vec<Exl3Weight> = (0..3).map(|nth| expert(scheme, nth)).collect();
+        let pair = Exl3Weight::stack(&[&experts[0], &experts[1]]).unwrap();
+        let stack = Exl3Weight::stack(&[&pair, &experts[2]]).unwrap();
+        assert_eq!((stack.experts(), stack.dims().rows), (3, 3 * dims.rows));
+        let values = |w: &Exl3Weight| w.to_f32().unwrap().data().to_vec();
+        assert_eq!(
+            values(&stack),
+            experts.iter().map(values).collect::<Vec<_>>().concat()
+        );
+        let bytes: usize = experts.iter().map(Exl3Weight::bytes).sum();
+        assert_eq!(stack.bytes(), bytes);
+        let last = stack.rows(&[2 * dims.rows..3 * dims.rows]).unwrap();
+        assert_eq!(last.tiles(), experts[2].tiles());
+        assert_eq!(values(&last), values(&experts[2]));
+        assert!(stack.rows(&[BLOCK..3 * BLOCK]).is_none());
+        let wider = expert(Exl3Scheme::new(Exl3Code::Mcg, 8).unwrap(), 0);
+        assert!(Exl3Weight::stack(&[&experts[0], &wider]).is_none());
+        assert!(Exl3Weight::stack(&[]).is_none());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
+use crate::exl3::{Exl3Scheme, Exl3Weight};
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
@@ -142,12 +143,21 @@ impl Weight {
                 let stacked = stack_affine(&all)?;
                 Ok(Weight::Quantized(QuantizedWeight::Affine(stacked)))
             }
-            // Only nq's own files hold trellises, and they hold stacks; experts of EXL3 are expanded.
-            Some(Weight::Quantized(
-                first @ (QuantizedWeight::Trellis(_) | QuantizedWeight::Exl3(_)),
-            )) => Err(Error::Weight {
+            Some(Weight::Quantized(QuantizedWeight::Exl3(first))) => {
+                let alike = parts.iter().map_while(|part| match part {
+                    Weight::Quantized(QuantizedWeight::Exl3(w)) if w.is_like(first) => Some(w),
+                    _ => None,
+                });
+                let all: Vec<&Exl3Weight> = alike.collect();
+                match Exl3Weight::stack(&all).filter(|_| all.len() == parts.len()) {
+                    Some(stacked) => Ok(Weight::Quantized(QuantizedWeight::Exl3(stacked))),
+                    None => differ(all.len()),
+                }
+            }
+            // Only nq's own files hold trellises, and they hold stacks.
+            Some(Weight::Quantized(first @ QuantizedWeight::Trellis(_))) => Err(Error::Weight {
                 what: "a stack of weights",
-                expected: "dense or affine weights".into(),
+                expected: "dense or affine weights, or those of EXL3".into(),
                 found: first.scheme().to_string(),
             }),
         }
@@ -365,6 +375,17 @@ impl Gathered {
         Weight::stack(&parts).map(Some)
     }
 
+    /// The code of EXL3 in which devices have all experts of the stack `name`; `None` if they are in others, or in several.
+    fn exl3(&self, name: &str) -> Option<Exl3Scheme> {
+        let scheme = |e| match self.inner.scheme_in_levels(&expert_name(name, e)) {
+            Some(Scheme::Exl3(scheme)) => Some(scheme),
+            _ => None,
+        };
+        let first = scheme(0)?;
+        let alike = (1..self.experts.count).all(|e| scheme(e) == Some(first));
+        alike.then_some(first)
+    }
+
     /// Stacks the weights that `read` returns for each expert.
     fn gather(
         &self,
@@ -455,7 +476,10 @@ impl Overlay for Gathered {
     fn scheme_in_levels(&self, name: &str) -> Option<Scheme> {
         match self.stack(name) {
             None => self.inner.scheme_in_levels(name),
-            Some(_) => Overlay::scheme(self, name),
+            Some(_) => match self.exl3(name) {
+                Some(scheme) => Some(Scheme::Exl3(scheme)),
+                None => Overlay::scheme(self, name),
+            },
         }
     }
 
@@ -473,6 +497,9 @@ impl Overlay for Gathered {
     fn matrix_in_codes(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.stack(name) {
             None => self.inner.matrix_in_codes(name, dims),
+            Some(_) if self.exl3(name).is_some() => self.gather(name, dims, |name, dims| {
+                self.inner.matrix_in_codes(name, dims)
+            }),
             Some(_) => Overlay::matrix(self, name, dims),
         }
     }

@@ -29,7 +29,7 @@ struct Exl3 {
     using Sum = float;
     using Digits = RowHalves;
     static constexpr float UNIT_VALUE = 1.f;
-    static constexpr bool PLAIN_GATE = true;   // gate and up differ in scales of inputs, and often in bits
+    static constexpr bool PLAIN_GATE = true;   // gate and up, and experts, differ in scales of inputs; the former often in bits
     static DEVICE float joined(float high, float low) { return high + low; }
 
     // Transforms the outputs of a strip: a warp takes a row of x after the other.

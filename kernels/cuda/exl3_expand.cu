@@ -9,8 +9,9 @@
 struct Exl3ExpandArgs {
     const uint32_t* words;        // [strips][tiles][32 * WORDS]
     const __half* row_scales;     // [strips][128]
-    const __half* scales;         // [inputs]
+    const __half* scales;         // [inputs]; of several experts, whose strips follow each other: [experts][inputs]
     uint4* codes;                 // records [rows / 16][spans] of 8192 bytes
+    int strips;                   // of an expert, or of the weight
     int tiles;                    // inputs / 32
     int spans;
     int first_row;                // of the stack, in which the weight's rows follow each other
@@ -67,6 +68,7 @@ DEVICE void write_rows(const Exl3ExpandArgs& p, const float* rows, int row, bool
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const __half* const row_scales = p.row_scales + blockIdx.y * STRIP + row;
     const float scales[2] = {__half2float(__ldg(row_scales + g)), __half2float(__ldg(row_scales + g + 8))};
+    const __half* const input_scales = p.scales + size_t(blockIdx.y / p.strips) * p.tiles * TILE;
     const int first = p.first_row + blockIdx.y * STRIP + row, span = blockIdx.x / 2;
     for (int tile = 0; tile < 4; tile++) {
         const int k = tile * TILE + 8 * t, input = blockIdx.x * BLOCK + k;
@@ -76,7 +78,7 @@ DEVICE void write_rows(const Exl3ExpandArgs& p, const float* rows, int row, bool
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float2 f = *reinterpret_cast<const float2*>(rows + (g + 8 * h) * EXPANDED_ROW + k + 2 * i);
-                const float2 s = there ? __half22float2(__ldg(reinterpret_cast<const __half2*>(p.scales + input + 2 * i))) : float2();
+                const float2 s = there ? __half22float2(__ldg(reinterpret_cast<const __half2*>(input_scales + input + 2 * i))) : float2();
                 v[h][i] = half2_bits(__floats2half2_rn(f.x * s.x * scales[h], f.y * s.y * scales[h]));
             }
         const int at = (blockIdx.x % 2 * 4 + tile) * 64 + lane;

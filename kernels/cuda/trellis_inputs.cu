@@ -15,18 +15,20 @@
 //           what they lack, of a step by which the greatest is 1,024
 //   steps   float2 of a row: step / rms, and that times the sum of all digits, which stands for the bytes' mean
 //
-// `trellis_inputs_<code>`: grid of at least m blocks, one a row, of 512 threads; shared memory of inputs * 5 + 256 bytes.
+// `trellis_inputs_<code>`: grid of at least m blocks, one a row, of 512 threads; shared memory of inputs * 5 + 256 bytes, and of
+// few rows of a mixture at least a `Chosen`.
 // Nothing is written of rows from m on, and nobody reads those. Inputs are a multiple of 128, at most 32,768. The factors of
 // x are there before the predecessor's end. Bytes: x, gain, scales once; 2 (octagon: 4) per input written, which stay in L2.
 //
 // `trellis_turn`: the transform alone, FP16 to FP16; grid m, 256 threads. Bytes: 4 per input, and the scales from L2.
+#include "choose.cuh"
 #include "trellis.cuh"
 
 struct TrellisInputsArgs {
     const float* x;         // [m][inputs]; or null
     const __half* half;     // [m][padded] in operand order, normalized, if x is null
     const float* gain;      // [inputs], of RMSNorm; null: no norm
-    const __half* scales;   // [inputs]
+    const __half* scales;   // [inputs]; of experts in EXL3's codes: [experts][inputs]
     uint2* digits;
     float2* steps;          // [groups * group]
     int m;
@@ -36,6 +38,13 @@ struct TrellisInputsArgs {
     float eps;
     int holds_dependents;   // dependents are launched only after the end of the prerequisites
     const int4* sorted;     // [m / group], `ExpertRows` of `gemm.cuh`: where the rows of each group are in `half`; or null: in order
+    // Few rows of a mixture in EXL3's codes: of each row of x, or of each of a row's experts, a row of digits for each expert.
+    const float* scores;    // [m / per_token][experts]; or null
+    int experts;
+    int per_token;
+    int normalized;
+    int shared;             // all rows go through the last expert
+    int of_each;            // x has a row for each of a row's experts: m rows
 };
 
 struct TrellisTurnArgs {
@@ -51,6 +60,7 @@ constexpr int INPUTS_WARPS = 16;
 
 template <bool OCTAGON, class Digits = RowDigits>
 DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
+    constexpr bool OWN_SCALES = std::is_same_v<Digits, RowHalves>;   // experts have scales of inputs of their own
     // Input k is at k + k / 32 * PAD: the threads of a warp, which take tiles apart, then meet different banks.
     constexpr int PAD = OCTAGON ? 8 : 4;
     float* const row = reinterpret_cast<float*>(dynamic_shared());
@@ -60,13 +70,42 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     if (!p.holds_dependents) launch_dependents();
     if (m >= p.m) return;
 
+    // The row of x, and the scales of its expert. False: there is no such row.
+    int from = m;
+    const __half* scales = p.scales;
+    auto find = [&] {
+        int expert = 0;
+        if (p.sorted) {
+            const int4 of = __ldcg(p.sorted + m / p.group);
+            from = of.y + m % p.group, expert = of.x;
+            if (from >= of.z) return false;
+        }
+        if constexpr (OWN_SCALES) {
+            if (p.scores) {
+                static_assert(INPUTS_WARPS * 32 == MOST_EXPERTS);
+                Chosen& chosen = *reinterpret_cast<Chosen*>(row);
+                const int token = m / p.per_token;
+                choose(chosen, p.scores + size_t(token) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
+                expert = chosen.expert[m % p.per_token];
+                if (!p.of_each) from = token;
+                __syncthreads();   // factors will be where the choice was
+            }
+            scales += size_t(expert) * p.inputs;
+        }
+        return true;
+    };
+    if constexpr (OWN_SCALES) {
+        if (p.scores || p.sorted) wait_for_prerequisites();
+        if (!find()) return;
+    }
+
     // A lane has two pairs of inputs of a block; their factors wait where their values will be.
     const int first = p.x ? 4 * lane : operand_input(lane), second = p.x ? 2 : 8;
     for (int block = warp * BLOCK; block < p.inputs; block += INPUTS_WARPS * BLOCK) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int k = block + first + i * second;
-            float2 f = __half22float2(__ldg(reinterpret_cast<const __half2*>(p.scales + k)));
+            float2 f = __half22float2(__ldg(reinterpret_cast<const __half2*>(scales + k)));
             if (p.gain) {
                 const float2 g = __ldg(reinterpret_cast<const float2*>(p.gain + k));
                 f.x *= g.x, f.y *= g.y;
@@ -76,12 +115,7 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     }
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();
-    int from = m;
-    if (p.sorted) {
-        const int4 of = __ldcg(p.sorted + m / p.group);
-        from = of.y + m % p.group;
-        if (from >= of.z) return;
-    }
+    if (!OWN_SCALES && !find()) return;
 
     float most = 0.f, square = 0.f;
 #pragma unroll 2

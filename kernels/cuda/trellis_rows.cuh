@@ -25,10 +25,11 @@
 // no later and wait for nobody before they have left their parts.
 //
 // Experts of a mixture, all of the same shape, lie one after the other, or where a table says (`places.cuh`), and share the
-// scales of inputs. A group of rows then has the weights of one expert:
+// scales of inputs; those of EXL3 have scales, and so digits, of their own. A group of rows then has the weights of one expert:
 //
 //   few rows     groups of 4: a row has as many groups as experts, chosen by its scores (`choose.cuh`), each with nothing but
-//                that row. SILU: times the weight of the expert, to row `group` of the output. ADD: x is row `group`. A block has
+//                that row. SILU: times the weight of the expert, to row `group` of the output, as STORE, EXL3's
+//                gate. ADD: x is row `group`. A block has
 //                whole strips, and leaves its product in memory; that of the row's last expert adds up what all of them left.
 //   sorted rows  groups of 16: `sorted` has the expert, the first row and the end of each, in whose order digits are
 //
@@ -56,14 +57,14 @@ struct TrellisRowsArgs {
     const float2* steps;        // [groups * group]
     const float* x;             // [inputs], of groups of 4 if m is 1; or null
     const float* gain;          // [inputs], of x, of RMSNorm; null: no norm
-    const __half* scales;       // [inputs], of x
+    const __half* scales;       // [inputs], of x; EXL3: [experts][inputs]
     float* out;                 // [m][rows]; SILU: [m][rows / 2] or null
     __half* half;               // SILU: [m][padded] in operand order, or null
     float2* best;               // HEAD: [m][strips], the greatest logit and its row (as bits), the lowest of equals
     uint32_t* parts;            // [groups][blocks][2][1 strip; SILU: 2][128 * group]: sums of a strip that began in an earlier block, and
                                 // of one that ends in a later one; zeros before and after. ADD and few rows of a mixture: [m][strips]
                                 // [per_token - 1][128]
-    const float* gate;          // EXL3 and SILU: [m][rows / 2], the gate's products
+    const float* gate;          // EXL3 and SILU: [m][rows / 2], the gate's products; few rows of a mixture: [groups][rows / 2]
     int m;
     int rows;
     int strips;
@@ -132,6 +133,7 @@ struct OwnRow {
     using Digits = typename C::Digits;
     static constexpr int SUMS = 16 / WARPS;   // of squares of a lane: one for each warp of that kernel
     const TrellisRowsArgs& p;
+    const __half* scales;
     const float* values;   // of x
     float* row;
     uint32_t* meeting;   // [WARPS + 16 + WARPS]
@@ -142,7 +144,7 @@ struct OwnRow {
 #pragma unroll 4
         for (int k = warp * BLOCK + 4 * lane; k < inputs; k += WARPS * BLOCK) {
             float f[4];
-            load_four(f, __ldg(reinterpret_cast<const uint2*>(p.scales + k)));
+            load_four(f, __ldg(reinterpret_cast<const uint2*>(scales + k)));
             if (p.gain) {
                 const float4 g = __ldg(reinterpret_cast<const float4*>(p.gain + k));
                 f[0] *= g.x, f[1] *= g.y, f[2] *= g.z, f[3] *= g.w;
@@ -255,6 +257,7 @@ DEVICE void multiply(int (&sums)[FOURS][8][4], const uint32_t (&words)[C::WORDS]
 // What a group of rows of x is of, for the ends of segments.
 struct GroupOf {
     const __half* row_scales;
+    const __half* scales;   // of inputs
     int first_row;   // of the output
     int nth;         // few rows of a mixture: of the row's experts
     float weight;    // likewise
@@ -337,13 +340,13 @@ struct TrellisRows {
 
     DEVICE uint32_t digits_group() const { return GROUP != 4 ? group : owns ? 0 : digits_row / GROUP; }
     // Few rows of a mixture, gate and up, let nothing overtake the kernel that scores: down reads the scores before they have ended.
-    DEVICE bool waits_first() const { return GROUP == 4 && p.scores && p.epilogue == SILU; }
+    DEVICE bool waits_first() const { return GROUP == 4 && p.scores && p.epilogue == (C::PLAIN_GATE ? STORE : SILU); }
     // The products of a row's experts are added up.
     DEVICE bool adds_experts() const { return GROUP == 4 && p.scores && p.epilogue == ADD; }
 
     // Finds the weights of this group and its rows: those of one expert, if it is a mixture.
     DEVICE void find(GroupOf& found, int& row_of_x) {
-        found = {p.row_scales, row_of_x, 0, 1.f};
+        found = {p.row_scales, p.scales, row_of_x, 0, 1.f};
         int expert = 0;
         if (GROUP == 4 && p.scores) {
             static_assert(GROUP != 4 || THREADS == MOST_EXPERTS);
@@ -353,7 +356,9 @@ struct TrellisRows {
             choose(chosen, p.scores + size_t(row) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
             expert = chosen.expert[found.nth], found.weight = chosen.weight[found.nth];
             __syncthreads();   // sums will be where the choice was
-            here = 1, row_of_x = digits_row = p.epilogue == SILU ? row : group, found.first_row = p.epilogue == SILU ? group : row;
+            const bool down = p.epilogue == ADD;
+            here = 1, row_of_x = down ? group : row, found.first_row = down ? row : group;
+            digits_row = C::PLAIN_GATE ? group : row_of_x;
             if (p.experts_at.counts && p.epilogue == SILU && number == 0 && thread == 0) atomicAdd(p.experts_at.counts + expert, 1u);
         } else if (GROUP != 4 && p.sorted) {
             const int4 rows = __ldcg(p.sorted + group);
@@ -366,6 +371,7 @@ struct TrellisRows {
         } else {
             words += size_t(expert) * p.strips * tiles * C::UNIT, found.row_scales += size_t(expert) * p.strips * STRIP;
         }
+        if constexpr (C::PLAIN_GATE) found.scales += size_t(expert) * tiles * TILE;
         words += size_t(begin) * C::UNIT + lane * 16;
         digits_at = (digits_group() * tiles + (warp - first) % tiles) * tile_digits + lane * 8 + (owns ? 0 : digits_row % GROUP * 64);
         if (thread == 0) *of = found;
@@ -388,8 +394,8 @@ struct TrellisRows {
             prefetch_line(found.row_scales + s * STRIP), prefetch_line(found.row_scales + s * STRIP + STRIP / 2);
         }
         uint32_t* const meeting = reinterpret_cast<uint32_t*>(first_place) - 64;
-        const OwnRow<C, WARPS> own_row = {p,       p.x + size_t(row_of_x) * (tiles * TILE), reinterpret_cast<float*>(own), meeting, tiles * TILE,
-                                          warp,    lane};
+        const OwnRow<C, WARPS> own_row = {p,       found.scales, p.x + size_t(row_of_x) * (tiles * TILE), reinterpret_cast<float*>(own), meeting,
+                                          tiles * TILE, warp,    lane};
         if (owns) own_row.factors();
 
         if (!waits_first()) wait_for_prerequisites();

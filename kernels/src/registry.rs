@@ -114,7 +114,7 @@ impl WeightKind {
     }
 
     /// The kind of a stack of weights of this kind and of `other`, which have as many inputs; `None` if they are not to be
-    /// one. Unquantized weights always are, whatever their types.
+    /// one. Unquantized weights always are, whatever their types; those of EXL3 in one code with one number of bits.
     pub fn stacked(self, other: Self) -> Option<Self> {
         match (self, other) {
             (WeightKind::Dense(_), WeightKind::Dense(_)) => Some(self),
@@ -131,6 +131,7 @@ impl WeightKind {
                 scheme: scheme.stacked(&other)?,
                 act_order: false,
             }),
+            (WeightKind::Exl3(own), WeightKind::Exl3(other)) if own == other => Some(self),
             _ => None,
         }
     }

@@ -104,6 +104,11 @@ impl StackedLinear {
         self.linear.copies(c)
     }
 
+    /// Weights that stand in its matrix: those of the experts and of the shared one behind them, or one.
+    pub fn weights(&self, c: &ModelConfig) -> usize {
+        self.linears().map(|l| l.copies(c)).sum()
+    }
+
     /// The weight of one of [`StackedLinear::copies`].
     pub fn copy_dims(&self, c: &ModelConfig) -> Dims {
         let Dims { rows, cols } = self.linear.dims(c);

@@ -7,6 +7,7 @@ use crate::{
     ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, NgramTable, VectorRow,
 };
 pub use crate::{Shape, expert_name, in_layer, parameter_of, tensor_name};
+use std::borrow::Cow;
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -117,6 +118,15 @@ pub fn in_experts(name: &str) -> Option<(&str, &str)> {
     Some((&name[..name.len() - rest.len() - 1], rest))
 }
 
+/// The name of the stack that the expert's weight `name` is in; `name` itself, if it is no expert's.
+pub fn stack_name(name: &str) -> Cow<'_, str> {
+    let linear = |rest: &str| Some(rest.split_once('.')?.1.to_owned());
+    match in_experts(name).and_then(|(experts, rest)| Some((experts, linear(rest)?))) {
+        Some((experts, linear)) => format!("{experts}.{linear}").into(),
+        None => name.into(),
+    }
+}
+
 /// True for the matrices of a layer, and behind the last one, that are never quantized: those that score experts, tables of
 /// n-grams and the like.
 pub fn is_kept(name: &str) -> bool {
@@ -167,7 +177,16 @@ pub fn natural_order(a: &str, b: &str) -> std::cmp::Ordering {
 
 #[cfg(test)]
 mod tests {
-    use super::natural_order;
+    use super::{expert_name, natural_order, stack_name};
+
+    #[test]
+    fn experts_have_the_names_of_their_stacks() {
+        let stack = "model.layers.3.mlp.experts.down_proj";
+        assert_eq!(stack_name(&expert_name(stack, 17)), stack);
+        let shared = "model.layers.3.mlp.shared_expert.down_proj";
+        assert_eq!(stack_name(shared), shared);
+        assert_eq!(stack_name(stack), stack);
+    }
 
     #[test]
     fn layers_sort_by_number() {

@@ -8,7 +8,8 @@
 //! | `X.su`, `X.sv` | I16 `[in / 16]`, `[out / 16]`: in older files signs alone, a bit each, set where negative |
 //! | `X.mcg`, `X.mul1` | I32, one element: says which code, by its multiplier; neither: the first one |
 //!
-//! Devices have kernels for 2, 3, 4, 5, 6, 7 and 8 bits. Other weights, and experts, are held as FP16.
+//! Devices have kernels for 2, 3, 4, 5, 6, 7 and 8 bits. Other weights, and experts of a layer that differ in code or bits, are
+//! held as FP16.
 
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::quantization::QuantizationConfig;
@@ -21,7 +22,7 @@ use crate::tensor::Tensor;
 use crate::trellis::BLOCK;
 use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
-use nq_model::names::{EMBEDDING, in_experts};
+use nq_model::names::EMBEDDING;
 use nq_model::{DType, Dims};
 use std::sync::Arc;
 
@@ -149,11 +150,9 @@ impl Exl3Tensors<'_> {
     }
 }
 
-/// True if devices hold the weight in its own codes, whose scheme is `scheme`. Rows of embeddings are looked up one by one;
-/// experts are one stack there, in which scales of
-/// inputs would differ.
+/// True if devices hold the weight in its own codes, whose scheme is `scheme`. Rows of embeddings are looked up one by one.
 fn is_kept(name: &str, scheme: Exl3Scheme) -> bool {
-    scheme.whole_bits().is_some() && in_experts(name).is_none() && name != EMBEDDING
+    scheme.whole_bits().is_some() && name != EMBEDDING
 }
 
 impl Expansion for Exl3 {

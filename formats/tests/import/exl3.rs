@@ -4,7 +4,7 @@ use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, Exactness, QuantizedWeight, Scheme, Tensor, Weight, nq};
-use nq_model::names::{Shape, is_layer_linear, parameters};
+use nq_model::names::{Shape, expert_name, is_layer_linear, parameters, stack};
 use nq_model::{DType, Dims};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
@@ -205,6 +205,73 @@ fn weights_are_those_of_exllamav3() {
                     "{name}: {found} for {expected} at {output}, {input}"
                 );
             }
+        }
+    }
+}
+
+/// Experts of a layer that are alike are a stack in their codes, with the scales of inputs of each; others are values.
+#[test]
+fn experts_are_stacks_of_codes() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = CONFIG
+        .replace("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+        .replace("\"qwen3\"", "\"qwen3_moe\"")
+        .replace(
+            "\"num_hidden_layers\":1",
+            "\"num_hidden_layers\":2,\"num_experts\":2,\"num_experts_per_tok\":1,\"moe_intermediate_size\":256,\
+             \"norm_topk_prob\":true",
+        );
+    fs::write(dir.path().join("config.json"), &config).unwrap();
+    let config = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let whole = KINDS
+        .into_iter()
+        .filter(|(half_bits, ..)| half_bits % 2 == 0);
+    let (mut rng, mut tensors, mut stacks) = (Rng(7), Vec::new(), Vec::new());
+    let mut kinds = whole.cycle();
+    for (name, shape) in parameters(&config) {
+        match shape {
+            Shape::Matrix(rows, cols) if stack(&name).is_some() => {
+                let mut kind = kinds.next().unwrap();
+                for expert in 0..2 {
+                    // Those of the second layer differ.
+                    if name.contains("layers.1.") {
+                        kind = kinds.next().unwrap();
+                    }
+                    let (parts, _) = random(&mut rng, kind, Dims::new(rows / 2, cols));
+                    let name = expert_name(&name, expert);
+                    tensors.extend(parts.into_iter().map(|(s, t)| (format!("{name}{s}"), t)));
+                }
+                stacks.push((name, Dims::new(rows, cols)));
+            }
+            shape => tensors.push((
+                format!("{name}.weight"),
+                random_dense(&mut rng, &shape.dims()),
+            )),
+        }
+    }
+    let path = dir.path().join("model.safetensors");
+    write_tensors(&path, &tensors, &BTreeMap::new()).unwrap();
+    let opened = Checkpoint::open(dir.path()).unwrap();
+    nq::verify(&opened).unwrap();
+    let store = opened.store();
+    assert_eq!(stacks.len(), 6);
+    for (name, dims) in stacks {
+        let Weight::Dense(values) = store.matrix(&name, dims).unwrap() else {
+            panic!("{name} is expanded");
+        };
+        assert!(store.is_float(&name));
+        let coded = store.matrix_in_levels(&name, dims).unwrap();
+        match (coded, store.scheme_in_levels(&name)) {
+            (Weight::Quantized(QuantizedWeight::Exl3(w)), Some(Scheme::Exl3(scheme))) => {
+                assert!(name.contains("layers.0."), "{name}");
+                assert_eq!((w.scheme(), w.experts()), (scheme, 2));
+                assert_eq!(w.to_f16().unwrap().data(), values.data(), "{name}");
+            }
+            (Weight::Dense(held), None) => {
+                assert!(name.contains("layers.1."), "{name}");
+                assert_eq!(held.data(), values.data(), "{name}");
+            }
+            other => panic!("{name}: {other:?}"),
         }
     }
 }

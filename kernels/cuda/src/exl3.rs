@@ -7,7 +7,7 @@
 pub(crate) mod parts;
 
 use super::driver::{Address, LaunchShape, Operands, Stream};
-use super::kernel::kernels;
+use super::kernel::{Instance, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{SPAN, TILE as RECORD_ROWS};
 use super::product::{Epilogue, PlannedRows, Product, ProductOutput, Shares};
@@ -21,6 +21,7 @@ use nq_formats::trellis::{Code, STRIP, TILE as COLUMNS};
 use nq_kernels::Result;
 use nq_model::Dims;
 use parts::{Exl3Part, Exl3Parts, LEAST_BITS, unit_bytes};
+use std::ops::Range;
 
 kernels! {
     EXL3_ROWS: TrellisRowsArgs = "exl3_rows" in "exl3_rows.cu",
@@ -39,36 +40,106 @@ kernels! {
         ];
 }
 
-/// A part as an operand.
+/// A part as an operand, and those of its experts that are of interest.
 struct PartOperand<'w> {
     w: &'w DeviceLinear,
     part: &'w Exl3Part,
+    /// Weights that the part is a stack of.
+    all: usize,
+    experts: Range<usize>,
 }
 
-impl PartOperand<'_> {
-    fn height(&self) -> usize {
-        self.part.strips * STRIP
+impl<'w> PartOperand<'w> {
+    /// All experts of a part of `w`, which are `all`.
+    fn new(w: &'w DeviceLinear, part: &'w Exl3Part, all: usize) -> Self {
+        let experts = 0..all;
+        PartOperand {
+            w,
+            part,
+            all,
+            experts,
+        }
     }
 
     fn words(&self, o: &Operands<'_>) -> Result<Address> {
-        let (bits, inputs) = (self.part.bits, self.w.inputs());
-        let shape = [self.part.strips, inputs / COLUMNS, unit_bytes(bits)];
-        o.part("codes", &self.w.codes, self.part.codes_at, &shape)
+        let (part, strips) = (self.part, self.part.strips);
+        let strip = self.w.inputs() / COLUMNS * unit_bytes(part.bits);
+        let at = part.codes_at + self.experts.start * strips * strip;
+        let shape = [self.experts.len(), strips, strip];
+        o.part("codes", &self.w.codes, at, &shape)
     }
 
     fn output_scales(&self, o: &Operands<'_>) -> Result<Address> {
-        let at = self.part.meta_at;
-        o.part("scales of outputs", &self.w.meta, at, &[self.height(), 2])
+        let height = self.part.strips * STRIP;
+        let at = self.part.meta_at + self.experts.start * height * 2;
+        let shape = [self.experts.len(), height, 2];
+        o.part("scales of outputs", &self.w.meta, at, &shape)
     }
 
     fn input_scales(&self, o: &Operands<'_>) -> Result<Address> {
-        let at = self.part.meta_at + self.height() * 2;
-        o.part("scales of inputs", &self.w.meta, at, &[self.w.inputs(), 2])
+        let (height, inputs) = (self.part.strips * STRIP, self.w.inputs());
+        let at = self.part.meta_at + (self.all * height + self.experts.start * inputs) * 2;
+        let shape = [self.experts.len(), inputs, 2];
+        o.part("scales of inputs", &self.w.meta, at, &shape)
+    }
+
+    /// The arguments of its products that do not follow from rows of x.
+    fn args(&self, o: &Operands<'_>) -> Result<TrellisRowsArgs> {
+        let part = self.part;
+        Ok(TrellisRowsArgs {
+            words: self.words(o)?,
+            row_scales: self.output_scales(o)?,
+            places: o.of("places", &part.places, &[part.strips])?,
+            scales: self.input_scales(o)?,
+            strips: part.strips as i32,
+            bytes: i32::from(part.code == Exl3Code::Mul1),
+            multiplier: part.code.multiplier(),
+            addend: part.code.addend(),
+            ..TrellisRowsArgs::default()
+        })
     }
 
     /// The instance for its bits among those of a kernel.
     fn index(&self) -> usize {
         self.part.bits - LEAST_BITS
+    }
+
+    /// The kernel of its products, by the index of rows of a group in [`GROUPS`].
+    fn rows_kernel(&self, which: usize) -> Instance<TrellisRowsArgs> {
+        let instances = EXL3_ROWS.row.instances.len() / GROUPS.len();
+        EXL3_ROWS.instance(which * instances + self.index())
+    }
+}
+
+/// A part of a stack of experts, as the kernels of few rows and of sorted rows take it.
+pub(crate) struct ExpertPart {
+    pub(crate) args: TrellisRowsArgs,
+    /// By the rows of a group.
+    pub(crate) kernels: [Instance<TrellisRowsArgs>; GROUPS.len()],
+    /// Bytes of a tile of a strip.
+    pub(crate) unit: usize,
+}
+
+impl DeviceLinear {
+    /// The parts of a stack of `experts` in EXL3's codes, checked as operands of `o`.
+    pub(crate) fn exl3_parts(
+        &self,
+        o: &Operands<'_>,
+        w: &Exl3Parts,
+        experts: usize,
+    ) -> Result<Vec<ExpertPart>> {
+        if w.experts != experts {
+            return o.refuse("experts in EXL3's codes", experts, w.experts);
+        }
+        let part = |part| {
+            let operand = PartOperand::new(self, part, w.experts);
+            Ok(ExpertPart {
+                args: operand.args(o)?,
+                kernels: [0, 1].map(|which| operand.rows_kernel(which)),
+                unit: unit_bytes(part.bits),
+            })
+        };
+        w.parts.iter().map(part).collect()
     }
 }
 
@@ -97,23 +168,18 @@ impl Stream {
         if to.epilogue == Epilogue::Head && w.parts.len() > 1 {
             return p.o.refuse("a head", "one weight", "several");
         }
+        if w.experts > 1 {
+            return p.o.refuse("a weight", "of its own", "those of experts");
+        }
         for (i, part) in w.parts.iter().enumerate() {
-            let operand = PartOperand { w: p.w, part };
+            let operand = PartOperand::new(p.w, part, w.experts);
             let mut args = TrellisRowsArgs {
-                words: operand.words(&p.o)?,
-                row_scales: operand.output_scales(&p.o)?,
-                places: p.o.of("places", &part.places, &[part.strips])?,
-                scales: operand.input_scales(&p.o)?,
                 out: to.y,
                 half: to.half,
                 best: to.best,
                 rows: p.w.rows() as i32,
-                strips: part.strips as i32,
                 epilogue: to.epilogue as i32,
-                bytes: i32::from(part.code == Exl3Code::Mul1),
-                multiplier: part.code.multiplier(),
-                addend: part.code.addend(),
-                ..TrellisRowsArgs::default()
+                ..operand.args(&p.o)?
             };
             if w.gated {
                 args.gate = p.o.of("the gate", &room.gate, &[p.m, to.width])?;
@@ -123,10 +189,9 @@ impl Stream {
                     args.epilogue = Epilogue::Store as i32;
                 }
             }
-            let instances = EXL3_ROWS.row.instances.len() / GROUPS.len();
             let coded = CodedProduct {
                 prepare: exl3_inputs(),
-                multiply: EXL3_ROWS.instance(grouped(p.m).1 * instances + operand.index()),
+                multiply: operand.rows_kernel(grouped(p.m).1),
                 code: Code::Octagon,
                 unit: unit_bytes(part.bits),
                 together: 1,
@@ -143,19 +208,39 @@ impl Stream {
 
     /// A product of more rows: the values of all parts become FP16.
     fn exl3_many(&self, p: &Product<'_>, w: &Exl3Parts, output: ProductOutput<'_>) -> Result<()> {
-        let o = &p.o;
+        let expanded = self.expand_exl3(&p.o, p.w, w, 0..w.experts)?;
+        let p = Product { w: &expanded, ..*p };
+        self.multiply(p, output)
+    }
+
+    /// The values of some of the experts of `linear`, whose parts are `w`, as FP16, in memory that the next product takes again.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
+    pub(super) fn expand_exl3(
+        &self,
+        o: &Operands<'_>,
+        linear: &DeviceLinear,
+        w: &Exl3Parts,
+        experts: Range<usize>,
+    ) -> Result<DeviceLinear> {
         let room = self.trellis_room(o)?;
-        let (inputs, rows) = (p.w.inputs(), p.w.rows());
+        let inputs = linear.inputs();
+        let rows = linear.rows() / w.experts * experts.len();
         let spans = inputs.div_ceil(SPAN);
         let records = [rows.div_ceil(RECORD_ROWS), spans, RECORD_ROWS * SPAN * 2];
         let codes = o.of("expanded weights", &room.expanded, &records)?;
         for (i, part) in w.parts.iter().enumerate() {
-            let operand = PartOperand { w: p.w, part };
+            let operand = PartOperand {
+                experts: experts.clone(),
+                ..PartOperand::new(linear, part, w.experts)
+            };
             let args = Exl3ExpandArgs {
                 words: operand.words(o)?,
                 row_scales: operand.output_scales(o)?,
                 scales: operand.input_scales(o)?,
                 codes,
+                strips: part.strips as i32,
                 tiles: (inputs / COLUMNS) as i32,
                 spans: spans as i32,
                 first_row: if w.gated { 0 } else { part.first_row as i32 },
@@ -163,17 +248,15 @@ impl Stream {
                 bytes: i32::from(part.code == Exl3Code::Mul1),
                 multiplier: part.code.multiplier(),
                 addend: part.code.addend(),
-                padding: [0; 1],
             };
-            let shape = LaunchShape::new([2 * spans, part.strips, 1], EXL3_WARPS * 32)
+            let strips = experts.len() * part.strips;
+            let shape = LaunchShape::new([2 * spans, strips, 1], EXL3_WARPS * 32)
                 .shared(STRIP * EXPANDED_ROW * size_of::<f32>())
                 .overlapping();
             // SAFETY: the operands were checked.
             unsafe { self.launch(EXL3_EXPAND.instance(operand.index()), shape, &args)? };
         }
-        let expanded =
-            DeviceLinear::of_halves(&room.expanded, &room.no_meta, Dims::new(rows, inputs));
-        let p = Product { w: &expanded, ..*p };
-        self.multiply(p, output)
+        let dims = Dims::new(rows, inputs);
+        Ok(DeviceLinear::of_halves(&room.expanded, &room.no_meta, dims))
     }
 }

@@ -24,7 +24,7 @@ kernels! {
 }
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
-const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
+pub(crate) const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
 /// The kernel that runs half of a mixture's work for each of `m` rows.
 fn kernel(plan: &GemvPlan, kind: PackedKind) -> Instance<ExpertsArgs> {

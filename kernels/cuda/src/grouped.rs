@@ -41,7 +41,7 @@ pub struct GroupedRows {
     blocks: Buffer<[i32; 4]>, // `ExpertRows` of `cuda/gemm.cuh`
     sorted: Buffer<u16>,      // [routes, hidden padded], in operand order
     gated: Buffer<u16>,       // [routes, width padded], in operand order
-    y: Buffer<f32>,           // [routes, hidden]
+    y: Buffer<f32>, // [routes, hidden]; before, of EXL3, the gates' products [routes, width]
     grouped: Grouped,
     /// Where experts in banks become stacks, and which of them products read.
     stage: Option<ExpertStage>,
@@ -62,7 +62,7 @@ struct Grouped {
     /// Rows that a block of the products takes, and the number of blocks.
     block_rows: usize,
     blocks: usize,
-    /// Experts whose weights in trellis codes are expanded at once, or all.
+    /// Experts whose weights in codes of trellises or of EXL3 are expanded at once, or all.
     of_piece: usize,
 }
 
@@ -72,7 +72,7 @@ impl Grouped {
         stacked(&self.experts).div_ceil(self.of_piece).max(1)
     }
 
-    /// `coded`: gate and up are in a trellis code, and down.
+    /// `coded`: gate and up are in codes of a trellis or of EXL3, and down.
     fn new(gpu: &Gpu, e: &Experts, m: usize, coded: [bool; 2]) -> Self {
         let routes = m * chosen(e);
         let used = stacked(e).min(routes).max(1);
@@ -115,7 +115,7 @@ impl GroupedRows {
             )?,
             sorted: gpu.zeros("activations", routes * padded(hidden))?,
             gated: gpu.zeros("activations", routes * padded(experts.width))?,
-            y: gpu.zeros("activations", routes * hidden)?,
+            y: gpu.zeros("activations", routes * hidden.max(experts.width))?,
             grouped: Grouped::new(gpu, &experts, 0, [false; 2]),
             stage: None,
             turn: StageTurn::default(),
@@ -219,7 +219,7 @@ impl Stream {
         let bank = stacks[0].layer_bank();
         let (k, padded) = (chosen(e), rows.hidden.next_multiple_of(SPAN));
         check(&o, e, stacked(e), 1, m)?;
-        let coded = stacks.map(DeviceLinear::is_trellis);
+        let coded = stacks.map(DeviceLinear::is_unpacked);
         let grouped = Grouped::new(self.gpu(), e, m, coded);
         o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
         let places = match bank {
@@ -383,12 +383,13 @@ impl Stream {
             blocks,
             ..
         } = rows;
-        let expands = w.is_trellis() && grouped.of_piece < all;
-        if w.is_trellis() && !expands {
+        let expands = w.is_unpacked() && grouped.of_piece < all;
+        if w.is_unpacked() && !expands {
             let sorted = SortedRows {
                 x: if half == Half::Up { sorted } else { gated },
                 full: (half == Half::Down).then_some(y),
                 half: (half == Half::Up).then_some(gated),
+                gate: y,
                 blocks,
                 groups: grouped.blocks,
                 experts: all,
@@ -397,7 +398,7 @@ impl Stream {
             // SAFETY: the caller answers for the blocks, whose rows are as many as those of trellis codes may be.
             return unsafe { self.sorted_experts(o, w, &sorted) };
         }
-        if expands {
+        if expands && w.is_trellis() {
             let x = if half == Half::Up { &*sorted } else { &*gated };
             self.turn_rows_of_experts(o, w, all, x, routes)?;
         }

@@ -13,11 +13,11 @@ use std::fmt::Write as _;
 
 /// Compute capability, multiprocessors, KiB of shared memory of a block; and a hash of all that the device launches.
 const DEVICES: [(Version, usize, usize, u64); 5] = [
-    (Version::new(8, 0), 108, 163, 0xd33b_5fca_d077_4b42),
-    (Version::new(8, 6), 84, 99, 0x7031_4659_4821_6428),
-    (Version::new(9, 0), 132, 227, 0x37ef_a534_464a_460e),
-    (Version::new(10, 0), 148, 227, 0x1353_2641_74c3_75b7),
-    (Version::new(12, 0), 170, 99, 0xbcb3_758d_c84f_8b7a),
+    (Version::new(8, 0), 108, 163, 0xa4e3_be7f_851f_6942),
+    (Version::new(8, 6), 84, 99, 0x44bb_de3e_b438_f848),
+    (Version::new(9, 0), 132, 227, 0x6bf3_c0f4_c199_794e),
+    (Version::new(10, 0), 148, 227, 0x7518_88cb_1d70_98d7),
+    (Version::new(12, 0), 170, 99, 0x909c_2299_aacb_e2ba),
 ];
 
 /// Outputs and inputs.
@@ -81,6 +81,7 @@ impl Trace {
                 experts: 256,
                 hidden: 4096,
                 width: 768,
+                exl3: false,
             },
         };
         let room = Some(TrellisRoom::new(&gpu, sizes).unwrap());

@@ -59,6 +59,14 @@ fn is_exl3(w: &Weight) -> bool {
     matches!(w, Weight::Quantized(QuantizedWeight::Exl3(_)))
 }
 
+/// Weights that one in EXL3's codes is a stack of; 1 for others, whose layout does not depend on it.
+fn experts_of(w: &Weight) -> usize {
+    match w {
+        Weight::Quantized(QuantizedWeight::Exl3(w)) => w.experts(),
+        _ => 1,
+    }
+}
+
 /// A weight in EXL3's codes as its values in FP16; another as it is.
 fn in_halves(w: &Weight) -> Result<Weight> {
     match w {
@@ -110,7 +118,9 @@ impl Uploader {
         }
         let heights: Vec<usize> = parts.iter().map(|w| w.dims().rows).collect();
         let (kind, inputs) = (packing.kind(), packing.inputs());
-        let mut linear = DeviceLinear::zeros(&self.gpu, kind, &heights, inputs)?;
+        let experts = parts.first().map_or(1, |w| experts_of(w));
+        let mut linear =
+            DeviceLinear::zeros_of_experts(&self.gpu, kind, &heights, inputs, experts)?;
         if let Some(trellis) = &mut linear.trellis {
             let (stream, staging) = (&self.stream, &mut self.staging);
             let codes = &mut linear.codes;
@@ -185,6 +195,21 @@ impl DeviceLinear {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn zeros(gpu: &Gpu, kind: PackedKind, heights: &[usize], inputs: usize) -> Result<Self> {
+        Self::zeros_of_experts(gpu, kind, heights, inputs, 1)
+    }
+
+    /// The same of weights each of which is a stack of those of `experts`, which in EXL3's codes have scales of inputs of
+    /// their own.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub(crate) fn zeros_of_experts(
+        gpu: &Gpu,
+        kind: PackedKind,
+        heights: &[usize],
+        inputs: usize,
+        experts: usize,
+    ) -> Result<Self> {
         let rows = heights.iter().sum();
         let trellis = match kind {
             PackedKind::Trellis(scheme) => Some(TrellisParts::zeros(gpu, scheme, heights)?),
@@ -195,7 +220,7 @@ impl DeviceLinear {
         let mut exl3 = None;
         let (codes, meta) = match kind {
             PackedKind::Exl3(bits) => {
-                let (parts, codes, meta) = Exl3Parts::zeros(gpu, bits, heights, inputs)?;
+                let (parts, codes, meta) = Exl3Parts::zeros(gpu, bits, heights, inputs, experts)?;
                 exl3 = Some(parts);
                 (room(codes)?, room(meta)?)
             }

@@ -108,7 +108,7 @@ fn models() -> Vec<(String, ModelConfig, Store, ActivationChoice)> {
         models.push((
             format!("{family}, EXL3"),
             config.clone(),
-            store.in_exl3(),
+            store.in_exl3(&config),
             auto,
         ));
         for activations in [auto, ActivationChoice::F32] {

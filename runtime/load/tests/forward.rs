@@ -7,8 +7,8 @@ use crate::common::{
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_load::load;
 use nq_model::{
-    ARCHITECTURES, Architecture, AttentionSpec, BlockSpec, HeadNorms, LayerSpec, LinearKind,
-    LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec, Product,
+    ARCHITECTURES, Architecture, AttentionSpec, BlockSpec, Experts, HeadNorms, LayerSpec,
+    LinearKind, LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec, Product, find,
 };
 use nq_runtime::models::Ending;
 use nq_runtime::weights::weight_kinds;
@@ -16,6 +16,7 @@ use nq_runtime::{
     ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
     LogitsWanted, Observer, SessionSpec,
 };
+use nq_testkit::models::experts;
 use nq_testkit::sessions::{chunk, session_spec};
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -195,15 +196,25 @@ fn exl3_equals_its_values() {
         tie_word_embeddings: false,
         ..fused_config()
     };
-    let store = Store::random(&config, 7).in_exl3();
-    let coded = nq(&config, &store);
-    let values = nq(&config, &store.dequantized());
+    check_exl3(&config);
+    // All of its experts are read.
+    check_exl3(&ModelConfig {
+        architecture: find(|a| a.gguf, "qwen3moe").unwrap(),
+        experts: Some(experts(4, 128, 0)).map(|e| Experts { per_token: 4, ..e }),
+        ..config
+    });
+}
+
+fn check_exl3(config: &ModelConfig) {
+    let store = Store::random(config, 7).in_exl3(config);
+    let coded = nq(config, &store);
+    let values = nq(config, &store.dequantized());
     let held = |w: &Weight| match w {
         Weight::Quantized(_) => w.bytes(),
         Weight::Dense(_) => 0,
     };
     let codes: usize = store.matrices.values().map(held).sum();
-    // Beside the codes a token reads gains of norms.
+    // Beside the codes a token reads gains of norms, and what scores experts.
     let read = coded.bytes_per_token();
     assert!(
         read > codes && read < codes + codes / 20,

@@ -11,6 +11,7 @@
 #![allow(clippy::print_stdout, reason = "a benchmark prints what it finds")]
 
 mod attention;
+mod coded_experts;
 mod delta;
 mod products;
 mod ranks;
@@ -26,11 +27,12 @@ type Bench = (
     fn(&mut timing::Timing) -> nq_kernels::Result<()>,
 );
 
-const BENCHES: [Bench; 24] = [
+const BENCHES: [Bench; 25] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
     ("experts", products::experts),
+    ("coded_experts", coded_experts::coded_experts),
     ("grouped", products::grouped),
     ("gemm_step", products::gemm_step),
     ("gemm", products::gemm),

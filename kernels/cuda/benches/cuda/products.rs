@@ -61,7 +61,7 @@ fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>)
 }
 
 /// Of Qwen3-30B-A3B.
-const EXPERTS: Experts = Experts {
+pub(crate) const EXPERTS: Experts = Experts {
     count: 128,
     per_token: 8,
     width: 768,
@@ -71,7 +71,12 @@ const EXPERTS: Experts = Experts {
 
 /// Scores of `m` rows that choose different experts.
 fn scores(t: &Timing, m: usize) -> Result<Buffer<f32>> {
-    let scores: Vec<f32> = (0..m * EXPERTS.count)
+    scores_from(t, 0, m)
+}
+
+/// Those of rows that choose others than the rows before `first`.
+pub(crate) fn scores_from(t: &Timing, first: usize, m: usize) -> Result<Buffer<f32>> {
+    let scores: Vec<f32> = (first * EXPERTS.count..(first + m) * EXPERTS.count)
         .map(|i| (i * 7919 % 1009) as f32 / 500.0)
         .collect();
     t.gpu.upload("a benchmark", &scores)

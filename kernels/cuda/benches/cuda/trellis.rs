@@ -23,7 +23,7 @@ const PRODUCTS: [(&str, usize, usize); 8] = [
 ];
 
 /// An arbitrary weight.
-fn weight(scheme: TrellisScheme, out: usize, inputs: usize) -> Weight {
+pub(crate) fn weight(scheme: TrellisScheme, out: usize, inputs: usize) -> Weight {
     let bytes = scheme.strip_bytes(inputs) * out.div_ceil(128);
     let word = |i: usize| (i as u32).wrapping_mul(0x9e37_79b9).rotate_left(13) as u8;
     let words: Vec<u8> = (0..bytes).map(word).collect();
@@ -41,7 +41,7 @@ fn weight(scheme: TrellisScheme, out: usize, inputs: usize) -> Weight {
 }
 
 /// An arbitrary weight in a code of EXL3.
-fn exl3_weight(scheme: Exl3Scheme, out: usize, inputs: usize) -> Weight {
+pub(crate) fn exl3_weight(scheme: Exl3Scheme, out: usize, inputs: usize) -> Weight {
     let byte = |i: usize| (i as u32).wrapping_mul(0x9e37_79b9).rotate_left(13) as u8;
     let tiles: Vec<u8> = (0..out / 16 * (inputs / 16) * scheme.tile_bytes())
         .map(byte)

@@ -17,7 +17,7 @@ pub(super) struct HeldLayer {
     stacks: Stacks,
     /// The experts are in the computer's memory.
     experts_on_host: bool,
-    /// Experts in trellis codes are held as FP16.
+    /// Experts in trellis codes, or in those of EXL3, are held as FP16.
     plain_experts: bool,
 }
 
@@ -29,17 +29,14 @@ impl HeldLayer {
         experts_on_host: bool,
         kind: impl Fn(LinearKind) -> WeightKind,
     ) -> Self {
-        // Those of nq's codes are read in whole strips and spans; EXL3's differ in scales of inputs.
+        // They are read in whole strips and spans.
         let whole = |e: Experts| {
             [e.width, c.hidden_size]
                 .iter()
                 .all(|n| n.is_multiple_of(SPAN))
         };
-        let of_experts = [LinearKind::Gate, LinearKind::Up, LinearKind::Down];
-        let has_experts = spec.experts().is_some();
-        let exl3 = |&l: &LinearKind| has_experts && matches!(kind(l), WeightKind::Exl3(_));
         HeldLayer {
-            plain_experts: !c.experts.is_some_and(whole) || of_experts.iter().any(exl3),
+            plain_experts: !c.experts.is_some_and(whole),
             spec,
             stacks: match experts_on_host {
                 true => Stacks::apart(spec),

@@ -104,8 +104,8 @@ impl Slower {
         if self.held > 0 {
             progress.note(&format!(
                 "on this device {} of weights are held as {} of FP16: there are no kernels for experts in activation \
-                 order, some groups of 16, products with parts that no scheme or order holds together, experts in EXL3, and \
-                 some in trellis codes",
+                 order, some groups of 16, products with parts that no scheme or order holds together, and some experts in \
+                 codes of trellises or of EXL3",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));

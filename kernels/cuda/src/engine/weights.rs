@@ -106,6 +106,8 @@ struct StackShape {
     /// Rows of its parts.
     heights: Vec<usize>,
     inputs: usize,
+    /// Weights that each part is a stack of.
+    experts: usize,
 }
 
 impl StackShape {
@@ -130,6 +132,7 @@ impl StackShape {
             sorted,
             heights: parts.iter().map(|part| part.rows(c)).collect(),
             inputs,
+            experts: parts[0].weights(c),
         }))
     }
 }
@@ -221,7 +224,7 @@ impl BankSizes {
 }
 
 /// What banks of a model's experts would take; `None` without experts, and where some are not quantized, which take too
-/// much of a bus.
+/// much of a bus, or in EXL3's codes, of which banks have no layout.
 ///
 /// # Errors
 /// A weight that no kernel serves.
@@ -234,7 +237,8 @@ pub(super) fn bank_sizes(c: &ModelConfig, kinds: Kinds<'_>) -> Result<Option<Ban
                 .into_iter()
                 .flat_map(|product| product.linears.iter())
         });
-        if linears.any(|l| matches!(kinds(&l.name(index)), WeightKind::Dense(_))) {
+        let has_none = |kind| matches!(kind, WeightKind::Dense(_) | WeightKind::Exl3(_));
+        if linears.any(|l| has_none(kinds(&l.name(index)))) {
             return Ok(None);
         }
         let bank = BankShape::of(c, kinds, index, &held_by_plan(c, kinds, index, false))?;
@@ -294,8 +298,9 @@ pub(super) fn layer_bytes(
             sorted,
             heights,
             inputs,
+            experts,
         } = stack;
-        let linear = DeviceLinear::zeros(gpu, kind, &heights, inputs)?;
+        let linear = DeviceLinear::zeros_of_experts(gpu, kind, &heights, inputs, experts)?;
         Ok(linear.with_order(gpu, sorted)?)
     };
     let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;

@@ -14,18 +14,22 @@ pub(super) const LEAST_BITS: usize = 2;
 /// What of a device's weight is in EXL3's codes: `codes` are the words of all parts, `meta` of each the scales of its outputs, then
 /// those of its inputs.
 pub(crate) struct Exl3Parts {
-    pub(super) parts: Vec<Exl3Part>,
+    pub(crate) parts: Vec<Exl3Part>,
     /// They are gate and up.
-    pub(super) gated: bool,
+    pub(crate) gated: bool,
+    /// Weights that each part is a stack of, one after the other; those of several experts have scales of inputs of their
+    /// own.
+    pub(crate) experts: usize,
 }
 
 /// A part of a product.
-pub(super) struct Exl3Part {
+pub(crate) struct Exl3Part {
     pub(super) code: Exl3Code,
     pub(super) bits: usize,
     /// Of each strip its first output row, and how many of its rows there are.
     pub(super) places: Buffer<[i32; 2]>,
-    pub(super) strips: usize,
+    /// Of an expert.
+    pub(crate) strips: usize,
     /// Its first output row.
     pub(super) first_row: usize,
     /// Where its words and its scales begin, in bytes.
@@ -44,17 +48,19 @@ pub(super) const fn unit_bytes(bits: usize) -> usize {
 }
 
 impl Exl3Parts {
-    /// Allocates the parts of a stack of `heights` rows and so many inputs; also returns the bytes of words and of scales.
+    /// Allocates the parts of a stack of `heights` rows and so many inputs, each of `experts` weights; also returns the bytes of
+    /// words and of scales.
     pub(crate) fn zeros(
         gpu: &Gpu,
         bits: PartBits,
         heights: &[usize],
         inputs: usize,
+        experts: usize,
     ) -> Result<(Self, usize, usize)> {
         let (mut first_row, mut codes_at, mut meta_at) = (0, 0usize, 0);
         let mut parts = Vec::new();
         for (&height, bits) in heights.iter().zip(bits) {
-            let (bits, strips) = (usize::from(bits), height / STRIP);
+            let (bits, strips) = (usize::from(bits), height / experts / STRIP);
             parts.push(Exl3Part {
                 code: Exl3Code::ThreeInst,
                 bits,
@@ -65,16 +71,20 @@ impl Exl3Parts {
                 meta_at,
             });
             // A size that no memory has is refused, not wrapped to a small one.
-            let size = (strips * (inputs / COLUMNS)).saturating_mul(unit_bytes(bits));
+            let size = (height / STRIP * (inputs / COLUMNS)).saturating_mul(unit_bytes(bits));
             codes_at = codes_at.saturating_add(size);
-            meta_at += (height + inputs) * 2;
+            meta_at += (height + experts * inputs) * 2;
             first_row += height;
         }
-        let gated = false;
-        Ok((Exl3Parts { parts, gated }, codes_at, meta_at))
+        let parts = Exl3Parts {
+            parts,
+            gated: false,
+            experts,
+        };
+        Ok((parts, codes_at, meta_at))
     }
 
-    /// Strips of all parts.
+    /// Strips of all parts, of an expert.
     pub(crate) fn strips(&self) -> usize {
         self.parts.iter().map(|part| part.strips).sum()
     }
@@ -83,7 +93,7 @@ impl Exl3Parts {
     /// scales.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] if a weight is not in a code of EXL3.
+    /// [`Error::NoKernel`] if a weight is not in a code of EXL3, [`Error::Shape`] if it is of another number of experts.
     pub(crate) fn upload(
         &mut self,
         weights: &[&Weight],
@@ -102,10 +112,18 @@ impl Exl3Parts {
                     device: "cuda beside weights in EXL3's codes".into(),
                 });
             };
+            if w.experts() != self.experts {
+                return Err(Error::Shape {
+                    op: "linear",
+                    what: "experts of a part",
+                    expected: self.experts.to_string(),
+                    found: w.experts().to_string(),
+                });
+            }
             part.code = w.scheme().code();
             let size = w.dims().cols / COLUMNS * unit_bytes(part.bits);
             packed.resize(size, 0);
-            for strip in 0..part.strips {
+            for strip in 0..self.experts * part.strips {
                 pack_strip(w, part.bits, strip, &mut packed);
                 write(part.codes_at + strip * size, &packed)?;
             }

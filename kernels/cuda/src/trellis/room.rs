@@ -65,7 +65,10 @@ impl TrellisRoom {
             digits: zeros(digits)?,
             steps: gpu.zeros("activations", steps)?,
             parts: gpu.zeros("activations", parts.max(sizes.experts.parts()))?,
-            gate: gpu.zeros("activations", sizes.rows * sizes.gate)?,
+            gate: gpu.zeros(
+                "activations",
+                (sizes.rows * sizes.gate).max(sizes.experts.gates()),
+            )?,
             expanded: zeros(expanded * 2)?,
             no_meta: zeros(0)?,
             turned: gpu.zeros("activations", many * inputs.next_multiple_of(SPAN))?,

@@ -102,7 +102,7 @@ impl Stream {
                 group: group as i32,
                 eps,
                 holds_dependents: i32::from(p.holds_dependents),
-                sorted: Address::NULL,
+                ..TrellisInputsArgs::default()
             };
             // `trellis_inputs.cu`: a row, padded against bank conflicts.
             let row = inputs * 5 + 256;

@@ -46,6 +46,8 @@ pub struct CodedExperts {
     pub hidden: usize,
     /// Inputs of down.
     pub width: usize,
+    /// Some are in EXL3's codes: each has scales of inputs, and so digits, of its own.
+    pub exl3: bool,
 }
 
 impl CodedExperts {
@@ -57,8 +59,9 @@ impl CodedExperts {
 
     /// Bytes of digits.
     pub(super) fn digit_bytes(&self) -> usize {
-        let few = self.few.div_ceil(GROUPS[0]) * digit_bytes(Code::Octagon, GROUPS[0], self.width);
         let widest = self.hidden.max(self.width);
+        let inputs = if self.exl3 { widest } else { self.width };
+        let few = self.few.div_ceil(GROUPS[0]) * digit_bytes(Code::Octagon, GROUPS[0], inputs);
         few.max(self.groups() * digit_bytes(Code::Octagon, SORTED_ROWS, widest))
     }
 
@@ -80,6 +83,11 @@ impl CodedExperts {
             }
             false => 0,
         }
+    }
+
+    /// Products of the gates of few rows.
+    pub(super) fn gates(&self) -> usize {
+        if self.exl3 { self.few * self.width } else { 0 }
     }
 
     /// Values of the products of down that wait for the others of their row.

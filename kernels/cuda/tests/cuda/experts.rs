@@ -6,11 +6,11 @@ use nq_cuda::{
     TrellisRoom, TrellisSizes, chosen, gated_width, stacked,
 };
 use nq_formats::trellis::{Code, TrellisScheme};
-use nq_formats::{Bits, Weight, Zeros};
+use nq_formats::{Bits, Exl3Scheme, QuantizedWeight, Weight, Zeros};
 use nq_kernels::{Routes, reference};
 use nq_model::{DType, Dims, Experts};
 use nq_testkit::compare::nmse;
-use nq_testkit::weights::{affine, dense, normal, trellis};
+use nq_testkit::weights::{affine, dense, exl3, exl3_schemes, normal, trellis};
 
 /// Numbers of rows that kernels are tested with.
 const ROWS: [usize; 5] = [1, 2, 3, 16, 33];
@@ -20,6 +20,14 @@ struct Stacks {
     gate: Weight,
     up: Weight,
     down: Weight,
+}
+
+/// The values of a weight that takes long to read row by row.
+fn decoded(w: &Weight) -> Weight {
+    match w {
+        Weight::Quantized(QuantizedWeight::Exl3(w)) => Weight::Dense(w.to_f32().unwrap()),
+        other => other.clone(),
+    }
 }
 
 impl Stacks {
@@ -34,6 +42,7 @@ impl Stacks {
     /// The mixture's contribution to each row of `x`.
     fn expected(&self, x: &[f32], gain: &[f32], scores: &[f32], e: &Experts) -> Vec<f32> {
         let hidden = gain.len();
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(decoded);
         // Behind the others' score stands that of the shared expert, if there is one.
         let rows = scores.chunks(stacked(e));
         let routed: Vec<f32> = rows.clone().flat_map(|s| s[..e.count].to_vec()).collect();
@@ -50,12 +59,12 @@ impl Stacks {
                     let first = expert as usize * rows;
                     w.rows(first..first + rows)
                 };
-                reference::linear(&n, &part(&self.gate, e.width), &mut g).unwrap();
-                reference::linear(&n, &part(&self.up, e.width), &mut u).unwrap();
+                reference::linear(&n, &part(&gate, e.width), &mut g).unwrap();
+                reference::linear(&n, &part(&up, e.width), &mut u).unwrap();
                 g.iter_mut()
                     .zip(&u)
                     .for_each(|(g, u)| *g = reference::silu(*g) * u);
-                reference::linear(&g, &part(&self.down, hidden), &mut one).unwrap();
+                reference::linear(&g, &part(&down, hidden), &mut one).unwrap();
                 y.iter_mut().zip(&one).for_each(|(y, v)| *y += weight * v);
             }
         }
@@ -226,30 +235,61 @@ fn experts_in_trellis_codes() {
         let scheme = TrellisScheme::of_bits(code, bits).unwrap();
         // Gate and up have the same scales of inputs.
         let make = |out, inputs, seed| trellis(scheme, Dims::new(out, inputs), seed, inputs as u64);
-        let stacks = Stacks::new(hidden, &e, make);
-        let most = 36 * e.count / e.per_token;
-        let sizes = TrellisSizes {
-            rows: MOST_TRELLIS_ROWS,
-            many: MOST_TRELLIS_ROWS,
-            inputs: hidden,
-            weights: 0,
-            gate: 0,
-            experts: CodedExperts {
-                few: ROWS[ROWS.len() - 1] * chosen(&e),
-                sorted: most * chosen(&e),
-                experts: stacked(&e),
-                hidden,
-                width: e.width,
-            },
-        };
-        let options = StreamOptions {
-            room: Some(TrellisRoom::new(&gpu, sizes).unwrap()),
-            ..StreamOptions::default()
-        };
-        let stream = gpu.stream_with(options).unwrap();
-        check(&gpu, &stream, &stacks, hidden, &e);
-        check_many(&gpu, &stream, &stacks, hidden, &e);
+        check_coded(&gpu, &Stacks::new(hidden, &e, make), hidden, &e);
     }
+}
+
+/// Experts in EXL3's codes, each with scales of inputs of its own: gate, up and down of other codes and bits.
+#[test]
+fn experts_in_exl3() {
+    let Some(gpu) = gpu() else { return };
+    let schemes: Vec<Exl3Scheme> = exl3_schemes().collect();
+    let of_all = (0..schemes.len()).map(|nth| (nth, 256, experts(3, 2, 256, nth % 2 == 0)));
+    for (nth, hidden, e) in of_all.chain([
+        (2, 512, sharing(experts(5, 3, 256, false))),
+        (9, 768, sharing(experts(9, 1, 512, true))),
+        (16, 256, experts(4, 4, 768, true)),
+        (4, 512, experts(40, 10, 256, true)),
+        (9, 2048, experts(12, 8, 768, true)),
+    ]) {
+        if is_sanitizing() && (hidden > 512 || nth % 5 > 0) {
+            continue;
+        }
+        let make = |out: usize, inputs, seed: u64| {
+            let scheme = schemes[(nth + 5 * seed as usize) % schemes.len()];
+            let dims = Dims::new(out / stacked(&e), inputs);
+            let one = |i: usize| exl3(scheme, dims, seed + 10 * i as u64, seed + 10 * i as u64);
+            Weight::stack(&(0..stacked(&e)).map(one).collect::<Vec<_>>()).unwrap()
+        };
+        check_coded(&gpu, &Stacks::new(hidden, &e, make), hidden, &e);
+    }
+}
+
+/// Experts in codes for whose products a stream has memory: of few rows and of many.
+fn check_coded(gpu: &Gpu, stacks: &Stacks, hidden: usize, e: &Experts) {
+    let most = 36 * e.count / e.per_token;
+    let sizes = TrellisSizes {
+        rows: MOST_TRELLIS_ROWS,
+        many: MOST_TRELLIS_ROWS,
+        inputs: hidden,
+        weights: 0,
+        gate: 0,
+        experts: CodedExperts {
+            few: ROWS[ROWS.len() - 1] * chosen(e),
+            sorted: most * chosen(e),
+            experts: stacked(e),
+            hidden,
+            width: e.width,
+            exl3: stacks.gate.scheme_name().starts_with("exl3"),
+        },
+    };
+    let options = StreamOptions {
+        room: Some(TrellisRoom::new(gpu, sizes).unwrap()),
+        ..StreamOptions::default()
+    };
+    let stream = gpu.stream_with(options).unwrap();
+    check(gpu, &stream, stacks, hidden, e);
+    check_many(gpu, &stream, stacks, hidden, e);
 }
 
 /// Widths of Qwen3-30B-A3B and of 480B, with fewer experts.

@@ -206,8 +206,8 @@ void check_expand(const Code& code, void (*kernel)(const Exl3ExpandArgs), int st
     const int spans = (tiles + 7) / 8, outs = from + strips * STRIP, records = (half < 0 ? outs : 2 * outs) / 16;
     const uint4 untouched = make_uint4(~0u, ~0u, ~0u, ~0u);
     Guarded<uint4> codes(size_t(records) * spans * 512, untouched);
-    const Exl3ExpandArgs args = {reinterpret_cast<const uint32_t*>(w.words.data()), w.row_scales.data(), w.input_scales.data(), codes.data(), tiles,
-                                 spans, from, half, code.bytes, code.multiplier, code.addend};
+    const Exl3ExpandArgs args = {reinterpret_cast<const uint32_t*>(w.words.data()), w.row_scales.data(), w.input_scales.data(), codes.data(), strips,
+                                 tiles, spans, from, half, code.bytes, code.multiplier, code.addend};
     launch(Grid(2 * spans, strips), EXL3_WARPS * 32, 1, [&] { kernel(args); });
     const PackedWeight packed = {reinterpret_cast<const uint8_t*>(codes.data()), nullptr, records * 16, spans * SPAN, spans, 16, SYM, 0, 0, 1, 0, 1.f};
     int wrong = 0;

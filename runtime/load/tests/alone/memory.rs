@@ -14,6 +14,14 @@ use nq_runtime::{
 };
 use nq_testkit::sessions::{chunk, session_spec};
 
+/// What the weights are rounded to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Codes {
+    Integers,
+    Octagons,
+    Exl3,
+}
+
 #[test]
 fn plans_are_what_is_taken() {
     let _turn = crate::turn();
@@ -48,22 +56,31 @@ fn plans_are_what_is_taken() {
         mtp_layers: 1,
         ..wide_hybrid(gguf, value_heads, tiled)
     };
-    for (config, kernels, kv, trellis) in [
-        (dense(true), fused, KvType::F16, false),
-        (dense(false), fused, KvType::Int8, false),
-        (dense(false), plain, KvType::F16, false),
-        (with_mtp("qwen35", 6, true), fused, KvType::F16, false),
-        (with_mtp("qwen35moe", 4, false), fused, KvType::F16, false),
-        (blocks(true), fused, KvType::F16, true),
-        (blocks(false), fused, KvType::F16, true),
-        (blocks(false), plain, KvType::F16, true),
-        (blocks_of_experts(), fused, KvType::F16, true),
+    use Codes::{Exl3, Integers, Octagons};
+    for (config, kernels, kv, codes) in [
+        (dense(true), fused, KvType::F16, Integers),
+        (dense(false), fused, KvType::Int8, Integers),
+        (dense(false), plain, KvType::F16, Integers),
+        (with_mtp("qwen35", 6, true), fused, KvType::F16, Integers),
+        (
+            with_mtp("qwen35moe", 4, false),
+            fused,
+            KvType::F16,
+            Integers,
+        ),
+        (blocks(true), fused, KvType::F16, Octagons),
+        (blocks(false), fused, KvType::F16, Octagons),
+        (blocks(false), plain, KvType::F16, Octagons),
+        (blocks_of_experts(), fused, KvType::F16, Octagons),
+        (blocks(false), fused, KvType::F16, Exl3),
+        (blocks_of_experts(), fused, KvType::F16, Exl3),
     ] {
         let store = Store::random(&config, 5);
-        let store = match (trellis, config.tie_word_embeddings) {
-            (true, _) => store.in_trellises(|_| octagon),
-            (false, true) => store.quantized(int4).mixed(),
-            (false, false) => store.quantized(int4),
+        let store = match (codes, config.tie_word_embeddings) {
+            (Exl3, _) => store.in_exl3(&config),
+            (Octagons, _) => store.in_trellises(|_| octagon),
+            (Integers, true) => store.quantized(int4).mixed(),
+            (Integers, false) => store.quantized(int4),
         };
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
@@ -95,7 +112,7 @@ fn plans_are_what_is_taken() {
                 ..session_spec(slots, 200, kv, 96)
             };
             let plan = engine.device_memory(&spec).unwrap();
-            let model = (config.architecture.gguf, config.hidden_size, trellis);
+            let model = (config.architecture.gguf, config.hidden_size, codes);
             let what = format!("{model:?}, {slots} sequences, {kernels}: {plan:?}");
             assert_eq!(plan.weights, weights, "{what}");
             let mut session = engine.session(spec).unwrap();

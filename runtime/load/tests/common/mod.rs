@@ -15,7 +15,7 @@ use nq_formats::{
 };
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_model::names::{EMBEDDING, HEAD, Shape, end_parameters, is_kept};
+use nq_model::names::{EMBEDDING, HEAD, Shape, end_parameters, is_kept, stack};
 use nq_model::{ARCHITECTURES, DType, Delta, Dims, Experts, ModelConfig, Rope, find};
 use nq_runtime::{
     ActivationChoice, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted, Session,
@@ -264,36 +264,45 @@ impl Store {
         store
     }
 
-    /// Random weights of the same size in EXL3's codes, of all kinds in turn, where a file of exllamav3 has them.
-    pub(crate) fn in_exl3(&self) -> Self {
+    /// Random weights of the same size in EXL3's codes, of all kinds in turn, where a file of exllamav3 of a model of shape `c`
+    /// has them.
+    pub(crate) fn in_exl3(&self, c: &ModelConfig) -> Self {
         let mut store = self.clone();
         let schemes: Vec<_> = exl3_schemes().collect();
+        let copies = |name: &str| stack(name).map_or(1, |linear| linear.copies(c));
         let has_codes = |(name, w): &(&String, &mut Weight)| {
             let Dims { rows, cols } = w.dims();
+            let rows = rows / copies(name);
             let whole = rows.is_multiple_of(BLOCK) && cols.is_multiple_of(BLOCK);
             whole && !is_kept(name) && name.as_str() != EMBEDDING
         };
         let coded = store.matrices.iter_mut().filter(has_codes);
-        for (i, (_, w)) in coded.enumerate() {
-            let (scheme, dims) = (schemes[5 * i % schemes.len()], w.dims());
-            let Weight::Quantized(QuantizedWeight::Exl3(drawn)) =
-                exl3(scheme, dims, i as u64, i as u64)
-            else {
-                unreachable!("it is asked for");
+        for (i, (name, w)) in coded.enumerate() {
+            let (scheme, all, copies) = (schemes[5 * i % schemes.len()], w.dims(), copies(name));
+            let dims = Dims::new(all.rows / copies, all.cols);
+            let one = |copy: usize| {
+                let seed = (i + 1000 * copy) as u64;
+                let Weight::Quantized(QuantizedWeight::Exl3(drawn)) =
+                    exl3(scheme, dims, seed, seed)
+                else {
+                    unreachable!("it is asked for");
+                };
+                // Rows of length 1 keep activations near 1.
+                let size = 1.0 / (1.5 * dims.cols as f32).sqrt();
+                let scale = |row: usize| if row.is_multiple_of(3) { -size } else { size };
+                let scaled = Exl3Weight::new(
+                    scheme,
+                    dims,
+                    drawn.tiles().clone(),
+                    drawn.input_scales().clone(),
+                    (0..dims.rows)
+                        .map(|row| half::f16::from_f32(scale(row)))
+                        .collect(),
+                );
+                Weight::Quantized(QuantizedWeight::Exl3(scaled.unwrap()))
             };
-            // Rows of length 1 keep activations near 1.
-            let size = 1.0 / (1.5 * dims.cols as f32).sqrt();
-            let scale = |row: usize| if row.is_multiple_of(3) { -size } else { size };
-            let scaled = Exl3Weight::new(
-                scheme,
-                dims,
-                drawn.tiles().clone(),
-                drawn.input_scales().clone(),
-                (0..dims.rows)
-                    .map(|row| half::f16::from_f32(scale(row)))
-                    .collect(),
-            );
-            *w = Weight::Quantized(QuantizedWeight::Exl3(scaled.unwrap()));
+            let experts: Vec<Weight> = (0..copies).map(one).collect();
+            *w = Weight::stack(&experts).unwrap();
         }
         store
     }

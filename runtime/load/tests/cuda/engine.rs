@@ -356,7 +356,14 @@ fn trellis_codes_agree_with_the_cpu() {
 fn experts_in_trellis_codes_agree_with_the_cpu() {
     let trellis = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
     let (three, six) = (trellis(Code::Octagon, 3.0), trellis(Code::Sum, 6.0));
-    for (hidden, shared) in [(512, false), (384, false), (256, true)] {
+    for (hidden, shared, exl3) in [
+        (512, false, false),
+        (384, false, false),
+        (256, true, false),
+        (512, false, true),
+        (384, false, true),
+        (256, true, true),
+    ] {
         let config = match shared {
             true => wide_hybrid("qwen35moe", 4, false),
             false => ModelConfig {
@@ -364,15 +371,19 @@ fn experts_in_trellis_codes_agree_with_the_cpu() {
                 ..mixture()
             },
         };
-        let store = mixture_store(&config, None).in_trellises(|name| match name {
-            name if name.contains("down") => six,
-            _ => three,
-        });
+        let store = mixture_store(&config, None);
+        let store = match exl3 {
+            true => store.in_exl3(&config),
+            false => store.in_trellises(|name| match name {
+                name if name.contains("down") => six,
+                _ => three,
+            }),
+        };
         let cpu = nq(&config, &store);
         let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
             return;
         };
-        let what = format!("{hidden} inputs of experts in trellis codes");
+        let what = format!("{hidden} inputs of experts in trellis codes, EXL3 {exl3}");
         let spec = session_spec(2, 192, KvType::F16, 128);
         let (mut ours, mut theirs) = (gpu.session(spec).unwrap(), cpu.session(spec).unwrap());
         let both: [&mut dyn Session; 2] = [&mut *ours, &mut *theirs];
@@ -401,7 +412,7 @@ fn exl3_agrees_with_the_cpu() {
         tie_word_embeddings: false,
         ..fused_config()
     };
-    let store = Store::random(&config, 7).in_exl3();
+    let store = Store::random(&config, 7).in_exl3(&config);
     let cpu = nq(&config, &store);
     for kernels in [KernelSet::Fused, KernelSet::Reference] {
         let Some(gpu) = gpu_engine(&config, &store, kernels) else {

@@ -15,8 +15,8 @@ use crate::pack::Packing;
 use crate::{DeviceLinear, GpuInfo, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::gguf::BlockType;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, Tensor, TensorEntry, Weight,
-    ZeroPoints, Zeros, trellis::Code,
+    AffineScheme, AffineWeight, Bits, Exl3Code, Exl3Scheme, Group, QuantizedWeight, Scheme, Tensor,
+    TensorEntry, Weight, ZeroPoints, Zeros, trellis::Code,
 };
 use nq_kernels::KernelSet;
 use nq_kernels::registry::WeightKind;
@@ -104,6 +104,9 @@ fn shared_experts_stack_where_their_weights_do() {
     // A stack has the zero-points of those of its parts that have some.
     let same = kinds(int4.into(), int4.into());
     assert_eq!(bytes(&same), bytes(&kinds(int4.into(), plain.into())));
+    let exl3 = |bits: usize| Scheme::Exl3(Exl3Scheme::new(Exl3Code::Mcg, 2 * bits).unwrap());
+    assert!(stacks(&kinds(exl3(4), exl3(4))));
+    assert!(!stacks(&kinds(exl3(4), exl3(5))));
     let octagon = nq_formats::TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
     for scheme in [
         Scheme::Affine(int4.two_level(Bits::B8)),
@@ -232,6 +235,27 @@ fn experts_in_trellis_codes_take_their_bits() {
     assert!(near(bytes(ExpertsAt::Gpu) - rest, experts));
     let rooms = |rooms| bytes(ExpertsAt::Bank { rooms, whole: 0 });
     assert!(near(rooms(128) - rooms(64), experts / 2));
+}
+
+/// Experts in EXL3's codes take their own bits on the device, with scales of inputs of each; banks have none of them.
+#[test]
+fn experts_in_exl3_take_their_bits() {
+    let preset = nq_model::Preset::find("qwen3-30b-a3b").unwrap();
+    let config = preset.config();
+    let of_bits = |bits: usize| Exl3Scheme::new(Exl3Code::Mcg, 2 * bits).unwrap();
+    let kinds = |name: &str| match name {
+        name if name.contains("down_proj") => WeightKind::Exl3(of_bits(5)),
+        name if name.contains("experts.") => WeightKind::Exl3(of_bits(4)),
+        _ => WeightKind::Dense(DType::BF16),
+    };
+    let bytes = |at| weight_bytes(&config, &kinds, None, at, None).unwrap().held;
+    let rest = bytes(ExpertsAt::Cpu(config.num_hidden_layers));
+    let scales = 3 * (2048 + 768) * 2;
+    let experts = 48 * 128 * (2048 * 768 / 8 * (4 + 4 + 5) + scales);
+    // Routers stand beside them.
+    let found = bytes(ExpertsAt::Gpu) - rest;
+    assert!(found >= experts && found - experts < experts / 500);
+    assert!(bank_sizes(&config, &kinds).unwrap().is_none());
 }
 
 static INFO: GpuInfo = GpuInfo {

@@ -69,8 +69,8 @@ impl Widths {
                 TrellisCodes::Exl3 => self.mlp,
                 TrellisCodes::Own | TrellisCodes::None => 0,
             },
-            experts: match (codes, self.experts) {
-                (TrellisCodes::Own, Some(e)) => {
+            experts: match self.experts {
+                Some(e) if codes.any() => {
                     let e = &largest_mixture(&e);
                     let sorted = many >= self.groups_from;
                     CodedExperts {
@@ -79,6 +79,7 @@ impl Widths {
                         experts: stacked(e),
                         hidden: self.hidden,
                         width: e.width,
+                        exl3: codes == TrellisCodes::Exl3,
                     }
                 }
                 _ => CodedExperts::default(),
