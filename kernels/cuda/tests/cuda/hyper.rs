@@ -68,6 +68,7 @@ fn streams() {
             .unwrap();
         assert!(nmse(&finish(&stream, &full), &n) < 1e-11, "{what}");
         let halves = |half: &Buffer<u16>, width: usize| {
+            stream.synchronize().unwrap();
             let mut values = vec![0; half.len()];
             half.read(0, &mut values).unwrap();
             in_order(&values, width, width.next_multiple_of(256))

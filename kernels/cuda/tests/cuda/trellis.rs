@@ -1,5 +1,6 @@
 //! Products with trellis codes.
 
+use super::experts::decoded;
 use super::{activations, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_cuda::{
@@ -9,7 +10,7 @@ use nq_cuda::{
     operand_index, packed_weights,
 };
 use nq_formats::trellis::Code;
-use nq_formats::{QuantizedWeight, TrellisScheme, Weight};
+use nq_formats::{TrellisScheme, Weight};
 use nq_kernels::reference;
 use nq_model::Dims;
 use nq_testkit::compare::nmse;
@@ -63,12 +64,7 @@ fn products(parts: &[Weight], x: &[f32]) -> Vec<f32> {
     let mut all = vec![0f32; m * rows];
     let mut at = 0;
     for w in parts {
-        // A row of EXL3 is decoded with the 127 beside it: all of them at once take a hundredth of the time.
-        let whole = match w {
-            Weight::Quantized(QuantizedWeight::Exl3(w)) => Some(Weight::Dense(w.to_f32().unwrap())),
-            _ => None,
-        };
-        let w = whole.as_ref().unwrap_or(w);
+        let w = decoded(w);
         for r in 0..w.dims().rows {
             w.dequantize_row(r, &mut row).unwrap();
             for (i, x) in x.chunks(inputs).enumerate() {

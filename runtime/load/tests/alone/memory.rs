@@ -16,7 +16,7 @@ use nq_testkit::sessions::{chunk, session_spec};
 
 /// What the weights are rounded to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Codes {
+enum RoundedTo {
     Integers,
     Octagons,
     Exl3,
@@ -56,7 +56,7 @@ fn plans_are_what_is_taken() {
         mtp_layers: 1,
         ..wide_hybrid(gguf, value_heads, tiled)
     };
-    use Codes::{Exl3, Integers, Octagons};
+    use RoundedTo::{Exl3, Integers, Octagons};
     for (config, kernels, kv, codes) in [
         (dense(true), fused, KvType::F16, Integers),
         (dense(false), fused, KvType::Int8, Integers),
