@@ -259,8 +259,7 @@ impl Exl3Weight {
         })
     }
 
-    /// A stack of the experts of all `parts`, in their order; `None` if these are not [alike](Exl3Weight::is_like), or if there
-    /// are none.
+    /// A stack of the experts of all `parts`, in their order; `None` if these differ in scheme or shape, or if there are none.
     pub fn stack(parts: &[&Exl3Weight]) -> Option<Exl3Weight> {
         let first = parts.first()?;
         if !parts.iter().all(|w| w.is_like(first)) {
@@ -540,7 +539,9 @@ mod tests {
         let scheme = Exl3Scheme::new(Exl3Code::Mcg, 6).unwrap();
         let expert = |scheme: Exl3Scheme, nth: usize| {
             let size = dims.rows / TILE * (dims.cols / TILE) * scheme.tile_bytes();
-            let tiles: Vec<u8> = (0..size).map(|i| (i * (2 * nth + 31) >> 3) as u8).collect();
+            let tiles: Vec<u8> = (0..size)
+                .map(|i| ((i * (2 * nth + 31)) >> 3) as u8)
+                .collect();
             let scales = |n: usize, by: usize| {
                 let scale = |i: usize| f16::from_f32(((i + nth) % by + 1) as f32);
                 (0..n).map(scale).collect()
@@ -559,10 +560,11 @@ mod tests {
         );
         let bytes: usize = experts.iter().map(Exl3Weight::bytes).sum();
         assert_eq!(stack.bytes(), bytes);
-        let last = stack.rows(&[2 * dims.rows..3 * dims.rows]).unwrap();
+        let part = |rows: Range<usize>| stack.rows(std::slice::from_ref(&rows));
+        let last = part(2 * dims.rows..3 * dims.rows).unwrap();
         assert_eq!(last.tiles(), experts[2].tiles());
         assert_eq!(values(&last), values(&experts[2]));
-        assert!(stack.rows(&[BLOCK..3 * BLOCK]).is_none());
+        assert!(part(BLOCK..3 * BLOCK).is_none());
         let wider = expert(Exl3Scheme::new(Exl3Code::Mcg, 8).unwrap(), 0);
         assert!(Exl3Weight::stack(&[&experts[0], &wider]).is_none());
         assert!(Exl3Weight::stack(&[]).is_none());

@@ -149,7 +149,8 @@ impl Weight {
                     _ => None,
                 });
                 let all: Vec<&Exl3Weight> = alike.collect();
-                match Exl3Weight::stack(&all).filter(|_| all.len() == parts.len()) {
+                let whole = all.len() == parts.len();
+                match whole.then(|| Exl3Weight::stack(&all)).flatten() {
                     Some(stacked) => Ok(Weight::Quantized(QuantizedWeight::Exl3(stacked))),
                     None => differ(all.len()),
                 }

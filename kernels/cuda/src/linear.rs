@@ -198,8 +198,8 @@ impl DeviceLinear {
         Self::zeros_of_experts(gpu, kind, heights, inputs, 1)
     }
 
-    /// The same of weights each of which is a stack of those of `experts`, which in EXL3's codes have scales of inputs of
-    /// their own.
+    /// As [`DeviceLinear::zeros`] for weights that are stacks of those of `experts`: in EXL3's codes each has scales of
+    /// inputs of its own.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].

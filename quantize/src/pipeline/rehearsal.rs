@@ -49,8 +49,8 @@ pub(super) struct Rehearsal {
     pub(super) moment: Moment,
 }
 
-/// Weights of a source from which on all of this is done. The run of a smaller one takes less time than that, so it is
-/// rehearsed for as much less.
+/// A source of so many weights or more is rehearsed in full. A smaller one is quantized in less time than that would
+/// take, so less is done, in proportion to its weights.
 const WHOLE_FROM: f64 = 1e7;
 /// Widths from which on a product's speed does not depend on them.
 const WIDEST: usize = 1024;
@@ -80,7 +80,7 @@ impl Moment {
     /// Long enough for any source.
     pub(super) const WHOLE: Moment = Moment { seconds: 0.1 };
 
-    /// For a source of so many weights, `share` of which a rehearsal is worth.
+    /// This share of the whole moment, at most 1.
     fn of_share(share: f64) -> Self {
         Moment {
             seconds: share * Self::WHOLE.seconds,

@@ -79,14 +79,11 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     });
     lines.extend(on_gpu.map(|bytes| format!("on a GPU: {} of weights", human_bytes(bytes))));
     // A run says it itself: what is left of an interrupted one is known once its work was read.
-    let stages = if args.dry_run {
-        let stages = job.stages()?;
+    let stages = args.dry_run.then(|| job.stages()).transpose()?;
+    if let Some(stages) = &stages {
         let named: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
         lines.extend(time_plan(&named));
-        Some(stages)
-    } else {
-        None
-    };
+    }
     match job.device_estimate()? {
         Some(device) => lines.push(device_plan(&device)),
         None if args.device_memory.is_some() => {
