@@ -278,6 +278,7 @@ pub(crate) fn refuse(conflict: &Conflict) -> ! {
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     leave_on_signals()?;
     let Cli { command, global } = cli;
+    let global = global.with_environment()?;
     global.note_threads();
     match &command {
         Command::Chat(args) if args.server.is_some() => {}

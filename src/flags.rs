@@ -36,7 +36,7 @@ pub(crate) struct Global {
     /// model and the GPUs allow it]
     #[arg(long, global = true, value_name = "HOW")]
     pub split: Option<Split>,
-    /// CPU threads [default: one per physical core]
+    /// CPU threads [default: NQ_THREADS of the environment, otherwise one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Bind every CPU thread to a physical core (Linux)
@@ -152,6 +152,21 @@ impl Global {
             adapters: Vec::new(),
             ..self.clone()
         }
+    }
+
+    /// With what the environment says where the command line says nothing.
+    ///
+    /// # Errors
+    /// If `NQ_THREADS` is no number of threads.
+    pub(crate) fn with_environment(self) -> anyhow::Result<Global> {
+        let threads = match (self.threads, std::env::var("NQ_THREADS")) {
+            (None, Ok(said)) if !said.is_empty() => {
+                let parsed = parse_threads(&said);
+                Some(parsed.map_err(|e| anyhow::anyhow!("NQ_THREADS: {e}, found {said:?}"))?)
+            }
+            (given, _) => given,
+        };
+        Ok(Global { threads, ..self })
     }
 
     /// Prints a note if there are more threads than cores.

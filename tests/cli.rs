@@ -27,6 +27,29 @@ fn a_misspelt_flag_is_exit_code_2() {
 }
 
 #[test]
+fn threads_of_the_environment_are_checked_and_the_flag_comes_first() {
+    let home = tempfile::tempdir().expect("a folder");
+    let doctor = |args: &[&str], threads: &str| {
+        let mut command = command(home.path(), &["doctor", "--json"]);
+        command.args(args).env("NQ_THREADS", threads);
+        command.output().expect("nq runs")
+    };
+    let used = |out: &std::process::Output| {
+        let report: serde_json::Value = serde_json::from_slice(&out.stdout).expect("a report");
+        report["cpu"]["threads"].as_u64()
+    };
+    assert_eq!(used(&doctor(&[], "3")), Some(3));
+    assert_eq!(used(&doctor(&["--threads", "2"], "3")), Some(2));
+    let wrong = doctor(&[], "many");
+    assert_eq!(wrong.status.code(), Some(1));
+    let said = stderr(&wrong);
+    assert!(
+        said.contains("NQ_THREADS: expected 1 to 1024, found \"many\""),
+        "{said}"
+    );
+}
+
+#[test]
 fn an_unknown_model_says_what_was_tried() {
     let home = tempfile::tempdir().expect("a folder");
     let out = nq(home.path(), &["inspect", "no-such-model"]);

@@ -1,7 +1,7 @@
 //! `nq quantize --dry-run` through the real binary.
 
+use crate::common::program;
 use crate::quantize::{quantize, report};
-use std::process::Command;
 
 #[test]
 fn a_dry_run_writes_nothing() {
@@ -60,7 +60,7 @@ fn a_dry_run_lists_the_stages() {
         stages(&["--no-measure", "--target-size", "9MB"]),
         [&text[..], &sensitivity, &made, &write].concat()
     );
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     let said = command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
     let said = said.arg(&out).output().unwrap();
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
@@ -77,7 +77,7 @@ fn a_dry_run_says_where_the_result_would_go() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x");
     let plan = |more: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        let mut command = program();
         command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
         let output = command.arg(&out).args(more).output().unwrap();
         assert_eq!(output.status.code(), Some(0));

@@ -3,13 +3,14 @@
 #![cfg(feature = "demo")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+use crate::common::program;
 use nq_kernels::Isa;
 use serde_json::Value;
 use std::fs;
-use std::process::{Command, Output};
+use std::process::Output;
 
 pub(crate) fn nq(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nq"))
+    program()
         .args(args)
         .args(["--offline", "--device", "cpu"])
         .output()

@@ -2,12 +2,13 @@
 
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+use crate::common::program;
 use serde_json::Value;
-use std::process::{Command, Output};
+use std::process::Output;
 
 fn fit(args: &[&str]) -> Output {
     let home = tempfile::tempdir().unwrap();
-    Command::new(env!("CARGO_BIN_EXE_nq"))
+    program()
         .arg("fit")
         .args(args)
         .arg("--offline")

@@ -3,6 +3,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stdout, reason = "the test says what it measured")]
 
+use crate::common::program;
 use nq_formats::Checkpoint;
 use nq_formats::gguf::{BlockType, GgufPlan, metadata, names};
 use nq_model::Preset;
@@ -29,7 +30,7 @@ fn sparse(path: &Path, head: &[u8], bytes: u64) {
 )]
 fn inspect(path: &Path) -> (Value, Duration, u64) {
     let start = Instant::now();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_nq"))
+    let mut child = program()
         .args(["inspect", "--json"])
         .arg(path)
         .stdout(Stdio::piped())

@@ -2,10 +2,10 @@
 
 #![cfg(feature = "demo")]
 
+use crate::common::program;
 use crate::eval_bench::{bench_rows, json, keys, nq, stderr};
 use nq_evals::{BenchRow, RECORD_FORM, Record};
 use std::fs;
-use std::process::Command;
 
 /// Figures as they are printed, and the hash that `sha256sum` finds.
 #[test]
@@ -78,7 +78,7 @@ fn doctor_describes_the_machine() {
         assert!(!problem["remedy"].as_str().unwrap().is_empty(), "{problem}");
     }
 
-    let out = Command::new(env!("CARGO_BIN_EXE_nq"))
+    let out = program()
         .arg("doctor")
         .env("HF_TOKEN", "hf_secret")
         .env("NQ_HOME", "/nowhere/nq")

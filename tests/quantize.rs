@@ -1,6 +1,7 @@
 //! `nq quantize` through the real binary: its output, resuming to the same bytes, and
 //! a guard that leaves nothing but its work when it fails.
 
+use crate::common::program;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, Tensor, synth};
 use serde_json::Value;
@@ -16,7 +17,7 @@ fn command(out: &Path, more: &[&str]) -> Command {
 }
 
 fn command_of(model: &Path, out: &Path, more: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command
         .arg("quantize")
         .arg(model)
@@ -288,7 +289,7 @@ fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x");
     // Less text may be unlike that of the prediction.
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command
         .args(["quantize", "demo", "--json", "--device", "cpu"])
         .args(["--calib-tokens", "4096", "--eval-tokens", "2048"])
@@ -377,7 +378,7 @@ fn auto_tunes_only_what_can_keep_the_limit() {
 fn a_run_without_measuring_says_so_in_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command.args([
         "quantize",
         "demo",

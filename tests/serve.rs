@@ -1,6 +1,7 @@
 //! `nq serve` as its users run it: the real binary on the demo model.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
+use crate::common::program;
 use crate::pty::Pty;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -8,7 +9,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant};
 
 fn nq(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command
         .env_remove("NQ_API_KEY")
         .args(["serve", "demo", "--device", "cpu", "--port", "0"])
@@ -131,7 +132,7 @@ fn memory_for_less_than_a_state_is_refused() {
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(demo.join(name), hybrid.join(name)).unwrap();
     }
-    let output = Command::new(env!("CARGO_BIN_EXE_nq"))
+    let output = program()
         .arg("serve")
         .arg(&hybrid)
         .args(["--device", "cpu", "--port", "0", "--state-memory", "1KB"])
@@ -191,7 +192,7 @@ fn a_terminal_talks_to_a_server() {
     let mut served = Served::start(&["--api-key-file", file.to_str().unwrap()]);
     let url = format!("http://{}", served.address);
     let talk = |args: &[&str], key: Option<&str>| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        let mut command = program();
         command
             .args(["chat", "--server", &url, "--temperature", "0"])
             .args(args);
@@ -257,7 +258,7 @@ fn a_terminal_talks_to_a_server() {
     let (ok, _, said) = talk(&["-p", &"word ".repeat(3000)], Some(key));
     assert!(!ok && said.contains("1024"), "{said}");
 
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command.args(["chat", "--server", &url]);
     command.env("NQ_API_KEY", key).env("NQ_HOME", folder.path());
     let mut pty = Pty::spawn(command);
@@ -370,7 +371,7 @@ fn models_are_served_from_a_folder() {
     std::fs::create_dir(models.join("broken")).unwrap();
     std::fs::write(models.join("broken/config.json"), "{").unwrap();
     let program = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        let mut command = program();
         command.env_remove("NQ_API_KEY").args(args);
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         command.stderr(Stdio::piped());

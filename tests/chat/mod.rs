@@ -3,14 +3,14 @@
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
 mod daily;
-use crate::common::peak;
+use crate::common::{peak, program};
 use crate::pty::Pty;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 
 /// The binary, isolated from the user's own models and settings.
 fn nq(home: &tempfile::TempDir) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command
         .env("NQ_HOME", home.path())
         .env("HOME", home.path())

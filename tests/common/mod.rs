@@ -5,6 +5,14 @@ use std::path::Path;
 use std::process::Stdio;
 use std::process::{Command, Output};
 
+/// The program, computing on one thread: tests run side by side, and with a thread for each core, they would wait for one
+/// another.
+pub(crate) fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command.env("NQ_THREADS", "1");
+    command
+}
+
 /// Runs `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
 pub(crate) fn nq(home: &Path, args: &[&str]) -> Output {
     command(home, args).output().expect("nq runs")
@@ -12,7 +20,7 @@ pub(crate) fn nq(home: &Path, args: &[&str]) -> Output {
 
 /// The same as a command, to be run differently.
 pub(crate) fn command(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let mut command = program();
     command
         .args(args)
         .env("NQ_HOME", home)
