@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Trains a small model of Qwen3.8-Flash-Next's kind (Qwen4ExpForCausalLM) on texts, to measure quantization on.
 
-    benches/students/flash_next.py train --text books.txt /usr/lib/python3.11 --out /tmp/flash --minutes 7
+    benches/students/flash_next.py train --text books.txt /usr/lib/python3.11 --out /tmp/flash --minutes 6.6
     benches/students/flash_next.py measure /tmp/flash --budgets 32 128 4096
 
-Needs torch, tokenizers and safetensors; `measure` needs transformers 5.24 too. Every fourth layer is attention, in which
-an indexer chooses blocks of 4 positions; all layers are mixtures of experts; the residual has four streams; the second
-layer reads a table of n-grams. Heads have the published sizes. Windows are 4,096 tokens of running text in the demo's
-tokenizer, 32 times the indexer's budget. A folder given as a text is its Python sources, in an order drawn from the
-seed, with <|endoftext|> between them. The last 16,384 tokens of each text are held out.
+Needs torch, tokenizers and safetensors; `measure` needs transformers 5.24 too. Every fourth layer is attention, in
+which an indexer chooses blocks of 4 positions; all layers are mixtures of experts; the residual has four streams; the
+second layer reads a table of n-grams. Heads have the published sizes. Windows are 4,096 tokens of running text in the
+demo's tokenizer, 32 times the indexer's budget. A folder given as a text is its Python sources, in an order drawn from
+the seed, with <|endoftext|> between them. The last 16,384 tokens of each text are held out.
 
 No gradient reaches an indexer through its choice. It learns to give each block the share of attention that the block
 gets; attention sees everything at first, and in the last two fifths of the time only what was chosen. Half of the
@@ -136,7 +136,8 @@ class Read(nn.Module):
         super().__init__()
         self.count, width = c["hc_count"], c["hc_count"] * c["hidden_size"]
         self.hc_norm = Norm(c["hidden_size"], c["rms_norm_eps"], self.count)
-        self.input_mix_weight_down, self.input_mix_weight_up = linear(width, c["hc_lowrank"]), linear(c["hc_lowrank"], width)
+        self.input_mix_weight_down = linear(width, c["hc_lowrank"])
+        self.input_mix_weight_up = linear(c["hc_lowrank"], width)
         self.block_inject_weight = linear(width, self.count) if inject else None
 
     def forward(self, streams):
@@ -687,20 +688,23 @@ def measured(args):
     ids = torch.tensor(Tokenizer.from_file(str(args.folder / "tokenizer.json")).encode(text).ids)
     windows = ids[: len(ids) // args.length * args.length].view(-1, 1, args.length)[: args.windows]
     model.attend(model.config["indexer_budget"])
-    loss, off = 0.0, 0.0
+    loss, differences = 0.0, []
     for n, window in enumerate(windows):
         with first_of_equals():
             wanted = theirs(window, use_cache=False).logits
         logs = wanted[:, :-1].double().log_softmax(-1)
         loss += F.nll_loss(logs.flatten(0, 1), window[:, 1:].flatten()).item()
-        off = max(off, ((model(window) - wanted).abs().max() / wanted.abs().max()).item())
+        differences.append((model(window) - wanted)[0].abs().amax(-1) / wanted.abs().max())
+        found = torch.cat(differences)
+        # Where two blocks score nearly alike, the order of sums decides which of them is chosen.
         print(f"{n + 1} windows of {args.length}: {math.exp(loss / (n + 1)):.9f} by transformers; this script's logits "
-              f"differ by {off:.1e} of the greatest", flush=True)
+              f"differ by {found.median():.1e} of the greatest in the median, at most {found.max():.1e}, and by more "
+              f"than 1e-5 in {(found > 1e-5).sum()} of {len(found)} rows", flush=True)
     for budget in args.budgets:
         found = perplexity(model, windows.flatten(), args.length, budget)
         print(f"{budget} positions: perplexity {found:.6f} by this script", flush=True)
-    if not off < 1e-3:  # also if it is not a number
-        sys.exit("the folder is not what was trained")
+    if not torch.cat(differences).median() < 1e-5:  # also if it is not a number
+        sys.exit("transformers computes another model")
 
 
 def main():
