@@ -94,7 +94,7 @@ class Mlp(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.experts, hidden = c.get("num_experts"), c["hidden_size"]
+        self.experts, self.top, hidden = c.get("num_experts"), c.get("num_experts_per_tok"), c["hidden_size"]
         width = self.experts * c["moe_intermediate_size"] if self.experts else c["intermediate_size"]
         self.gate_proj, self.up_proj = linear(hidden, width), linear(hidden, width)
         self.down_proj = linear(width, hidden)
@@ -107,9 +107,9 @@ class Mlp(nn.Module):
             return self.down_proj(inner)
         with torch.autocast(x.device.type, enabled=False):  # choices in f32, as when the mixture is run
             p = F.linear(x.float(), self.gate.weight).softmax(-1)
-        best, chosen = p.topk(TOP)
+        best, chosen = p.topk(self.top)
         weights = torch.zeros_like(p).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
-        self.share = (weights.detach() > 0).float().mean((0, 1)) / TOP
+        self.share = (weights.detach() > 0).float().mean((0, 1)) / self.top
         self.balance = self.experts * (self.share * p.mean((0, 1))).sum()  # 1 if all are used alike
         inner = inner.unflatten(-1, (self.experts, -1)) * weights.unsqueeze(-1).to(inner.dtype)
         return self.down_proj(inner.flatten(-2))
