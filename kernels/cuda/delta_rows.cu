@@ -412,12 +412,6 @@ extern "C" __global__ __launch_bounds__(SCAN_WARPS * 32) void delta_scan(const _
     if (span.mark > 0) keep_inputs(span.place, span.mark - (CONV - 1), span.mark);
 }
 
-// As `gate_output`, with the sigmoid of z in the place of its SiLU.
-DEVICE float4 sigmoid_output(float4 o, float4 z, float4 norm, float eps) {
-    const float r = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w) / DELTA_DIM + eps);
-    return make_float4(o.x * r * norm.x * sigmoid(z.x), o.y * r * norm.y * sigmoid(z.y), o.z * r * norm.z * sigmoid(z.z), o.w * r * norm.w * sigmoid(z.w));
-}
-
 // Many rows: norms and gates of the outputs. Grid (m / 8, value_heads); a warp takes a head of a row.
 struct DeltaGateArgs {
     DeltaLayer layer;

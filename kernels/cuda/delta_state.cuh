@@ -63,6 +63,11 @@ DEVICE float4 gate_output(float4 o, float4 z, float4 norm, float eps) {
     const float r = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w) / DELTA_DIM + eps);
     return make_float4(o.x * r * norm.x * silu(z.x), o.y * r * norm.y * silu(z.y), o.z * r * norm.z * silu(z.z), o.w * r * norm.w * silu(z.w));
 }
+// As `gate_output`, with the sigmoid of z in the place of its SiLU.
+DEVICE float4 sigmoid_output(float4 o, float4 z, float4 norm, float eps) {
+    const float r = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w) / DELTA_DIM + eps);
+    return make_float4(o.x * r * norm.x * sigmoid(z.x), o.y * r * norm.y * sigmoid(z.y), o.z * r * norm.z * sigmoid(z.z), o.w * r * norm.w * sigmoid(z.w));
+}
 
 // The columns of 8 values, for single tokens. Lane (key group a = lane % 8, b = lane / 8) has keys 32i + 4a and the three
 // that follow, i < 4, of values 2b and 2b + 1: few reads of k and q serve many values.

@@ -32,6 +32,7 @@ struct DeltaStepArgs {
     int hidden;          // a multiple of 4
     float scale;         // of the products with `rates`
     float* kept;         // [slots][value_heads][KEPT]; null: states are brought forward by all rows
+    int sigmoid;         // gates are sigmoid(z), not silu(z)
 };
 
 constexpr int STEP_WARPS = DELTA_DIM / 8;
@@ -260,7 +261,8 @@ struct StepRun {
         __syncthreads();
         if (warp < count) {
             const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
-            const float4 y = gate_output(reinterpret_cast<const float4*>(inputs.outputs[warp])[lane], z, norm, layer.eps);
+            const float4 o = reinterpret_cast<const float4*>(inputs.outputs[warp])[lane];
+            const float4 y = p.sigmoid ? sigmoid_output(o, z, norm, layer.eps) : gate_output(o, z, norm, layer.eps);
             store_output(p, row0 + first + warp, h, y, lane);
         }
     }

@@ -4,7 +4,7 @@
 //   UP    gated[s][.] = w_s silu(gate_e n) * up_e n,   n = x / rms(x) * gain, e = e_s
 //   DOWN  out[.] += sum over s of down_e gated[s]
 //
-// s counts the experts that the row's scores choose, w_s are their weights (`choose.cuh`). Every block
+// `gated` has whole spans of each expert, zero behind its values. s counts the experts that the row's scores choose, w_s are their weights (`choose.cuh`). Every block
 // finds them out for itself, from `scores`: that is sooner than waiting for a kernel that does.
 //
 // Both are the product of `gemv.cuh`, of a weight whose records lie elsewhere: UP's tiles are those
@@ -25,6 +25,7 @@ struct ExpertsArgs {
     int per_token;         // at most MOST_CHOSEN
     int part;              // UP: tiles of an expert; DOWN: spans of one
     int tiles;             // DOWN: tiles of an expert
+    int width;             // values of an expert in `gated`: whole spans
     int normalized;
     int x_stride;          // values from a row to the next
     int out_stride;
@@ -40,12 +41,12 @@ struct ExpertRequests {
     const uint8_t* codes;
     const uint8_t* meta;
     const Chosen& chosen;
-    int part, tiles;
+    int part, tiles, width;
     bool apart;          // of the experts' records: they are not one stack
     uint32_t in_codes, in_meta;
 
     DEVICE ExpertRequests(const GemvArgs& p, const Share& s, const Chosen& chosen, const ExpertsArgs& a)
-        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles), apart(a.places.at != nullptr),
+        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles), width(a.width), apart(a.places.at != nullptr),
           in_codes(a.places.codes[EPI != SILU]), in_meta(a.places.meta[EPI != SILU]) {
         find(p);
     }
@@ -82,6 +83,7 @@ struct ExpertRequests {
     }
 
     DEVICE float weight(int tile) const { return chosen.weight[tile / part]; }
+    DEVICE int place(int tile) const { return tile / part * width + tile % part * 8; }
 };
 
 template <class S, int EPI, int WARPS, int AHEAD>
@@ -94,7 +96,7 @@ DEVICE void experts(const ExpertsArgs& a, Meeting<WARPS>& meeting, Chosen& chose
     if constexpr (EPI == SILU) wait_for_prerequisites();
     launch_dependents();
     static_assert(WARPS * 32 == MOST_EXPERTS);
-    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized, a.shared);
+    choose<true>(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized, a.shared);
     if (a.places.at != nullptr) {
         if (threadIdx.x < a.per_token) {
             const int expert = chosen.expert[threadIdx.x];

@@ -43,7 +43,7 @@ struct GemvArgs {
     const uint4* codes;    // records [tiles][spans]
     const uint8_t* meta;   // records [tiles][spans]
     const float* x;        // [inputs]
-    const float* gain;     // of RMSNorm, [inputs]; unused by ADD
+    const float* gain;     // of RMSNorm, [inputs]; unused by ADD; null: x is multiplied as it is
     float* out;            // [rows]; SILU: [rows / 2]
     float2* best;          // HEAD: [gridDim], the greatest logit and its row (as bits)
     int inputs;            // a multiple of 8
@@ -131,8 +131,9 @@ struct Requests {
         }
     }
 
-    // What the outputs of a tile are multiplied by.
+    // What the outputs of a tile of gate and up are multiplied by, and where they go.
     DEVICE float weight(int) const { return 1.f; }
+    DEVICE int place(int tile) const { return tile * 8; }
 };
 
 // Where the warps of a block meet, and what their rings wait for.
@@ -245,7 +246,8 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int k = (at + i * stride) * SPAN + 8 * lane;
-            if (NORM && at + i * stride < x_end && k < p.inputs) {
+            gain[i][0] = gain[i][1] = make_float4(1.f, 1.f, 1.f, 1.f);
+            if (NORM && p.gain != nullptr && at + i * stride < x_end && k < p.inputs) {
                 gain[i][0] = __ldg(reinterpret_cast<const float4*>(p.gain + k));
                 gain[i][1] = __ldg(reinterpret_cast<const float4*>(p.gain + k) + 1);
             }
@@ -357,7 +359,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
             v += __shfl_xor_sync(~0u, v, 16);
             if (factor == 0.f) {
                 factor = BITS == 16 ? p.scale / HALVES_SCALE : p.scale;
-                if constexpr (NORM) {
+                if (NORM && p.gain != nullptr) {
                     const int sharers = alone ? split : WARPS;
                     factor *= rsqrtf(warp_sum(lane < sharers ? meeting.squares[lane] : 0.f) / p.inputs + p.eps);
                 }
@@ -366,7 +368,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
             const int r = tile * 16 + lane % 16;
             if constexpr (EPI == SILU) {
                 const float up = __shfl_down_sync(~0u, v, 8);
-                if (lane < 8 && r < p.rows) p.out[tile * 8 + lane] = __fdividef(v, 1.f + __expf(-v)) * up * stages.next.weight(tile);
+                if (lane < 8 && r < p.rows) p.out[stages.next.place(tile) + lane] = __fdividef(v, 1.f + __expf(-v)) * up * stages.next.weight(tile);
             } else if (lane < 16 && r < p.rows) {
                 p.out[r] = EPI == ADD ? v + residual : v;
                 if constexpr (EPI == HEAD) {

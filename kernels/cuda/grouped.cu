@@ -61,16 +61,19 @@ struct CombineArgs {
 // Grid m.
 extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void choose_experts(const __grid_constant__ RoutesArgs p) {
     __shared__ __align__(16) Chosen chosen;
-    choose(chosen, p.scores + size_t(blockIdx.x) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
+    choose<true>(chosen, p.scores + size_t(blockIdx.x) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
     if (threadIdx.x < p.per_token) {
         p.chosen[blockIdx.x * p.per_token + threadIdx.x] = chosen.expert[threadIdx.x];
         p.weights[blockIdx.x * p.per_token + threadIdx.x] = chosen.weight[threadIdx.x];
     }
 }
 
+// Threads of `sort_routes`: one for each expert, of which a shared one may be one more than those that are chosen among.
+constexpr int SORT_THREADS = MOST_EXPERTS + 32;
+
 // The sum of the values of all threads before this one's; `total` becomes that of all.
 DEVICE int sum_before(int v, int& total) {
-    __shared__ int warps[MOST_EXPERTS / 32];
+    __shared__ int warps[SORT_THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int sum = v;
 #pragma unroll
@@ -84,7 +87,7 @@ DEVICE int sum_before(int v, int& total) {
     int before = 0;
     total = 0;
 #pragma unroll
-    for (int i = 0; i < MOST_EXPERTS / 32; i++) {
+    for (int i = 0; i < SORT_THREADS / 32; i++) {
         if (i < warp) before += warps[i];
         total += warps[i];
     }
@@ -92,13 +95,13 @@ DEVICE int sum_before(int v, int& total) {
 }
 
 // One block; thread e has expert e.
-extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __grid_constant__ RoutesArgs p) {
-    __shared__ int next[MOST_EXPERTS];         // how many rows an expert has; then where its next one stands
-    __shared__ int begins[MOST_EXPERTS + 1];   // an expert's first block, among those of all
+extern "C" __global__ __launch_bounds__(SORT_THREADS) void sort_routes(const __grid_constant__ RoutesArgs p) {
+    __shared__ int next[SORT_THREADS];         // how many rows an expert has; then where its next one stands
+    __shared__ int begins[SORT_THREADS + 1];   // an expert's first block, among those of all
     const int e = threadIdx.x, routes = p.m * p.per_token, own = e / p.of_piece, pieces = (p.experts + p.of_piece - 1) / p.of_piece;
     next[e] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) atomicAdd(next + __ldcg(p.chosen + i), 1);
+    for (int i = threadIdx.x; i < routes; i += SORT_THREADS) atomicAdd(next + __ldcg(p.chosen + i), 1);
     __syncthreads();
     if (e < p.experts && p.counts != nullptr) p.counts[e] += next[e];
     if (e < p.experts && p.rows != nullptr) p.rows[e] = next[e];
@@ -106,7 +109,7 @@ extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __g
     int total, total_blocks;
     const int first = sum_before(count, total), first_block = sum_before(blocks, total_blocks);
     next[e] = first, begins[e] = first_block;
-    if (e == 0) begins[MOST_EXPERTS] = total_blocks;
+    if (e == 0) begins[SORT_THREADS] = total_blocks;
     __syncthreads();
     ExpertRows* const list = p.blocks + own * p.most_blocks + first_block - begins[own * p.of_piece];
     for (int i = 0; i < blocks; i++) {
@@ -114,10 +117,10 @@ extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __g
         list[i] = {e - own * p.of_piece, at, min(at + p.block_rows, first + count), 0};
     }
     for (int piece = 0; piece < pieces; piece++) {
-        const int used = begins[min((piece + 1) * p.of_piece, MOST_EXPERTS)] - begins[piece * p.of_piece];
-        for (int i = used + threadIdx.x; i < p.most_blocks; i += MOST_EXPERTS) p.blocks[piece * p.most_blocks + i] = {0, 0, 0, 0};
+        const int used = begins[min((piece + 1) * p.of_piece, SORT_THREADS)] - begins[piece * p.of_piece];
+        for (int i = used + threadIdx.x; i < p.most_blocks; i += SORT_THREADS) p.blocks[piece * p.most_blocks + i] = {0, 0, 0, 0};
     }
-    for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) p.places[i] = atomicAdd(next + __ldcg(p.chosen + i), 1);
+    for (int i = threadIdx.x; i < routes; i += SORT_THREADS) p.places[i] = atomicAdd(next + __ldcg(p.chosen + i), 1);
 }
 
 // Grid m.

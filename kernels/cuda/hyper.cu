@@ -163,6 +163,205 @@ extern "C" __global__ __launch_bounds__(STREAM_THREADS) void inject_streams(cons
     }
 }
 
+// What a block reads of few rows, by two kernels in the place of the four above and the products between them. Weights are
+// FP16, in records of 16 outputs and 256 inputs (`weights.cuh`), and rows are the columns of tensor-core products: so few
+// outputs need all multiprocessors for their inputs, and each kernel requests its weights before its predecessor has ended.
+constexpr int FEW_STREAM_ROWS = 8;    // columns of a product
+constexpr int MOST_STREAMS = 8;       // warps of a block of `contract_mix`
+constexpr int LOW_SPANS = 5;          // of 256 inputs, of a block of `contract_low`: one a warp
+constexpr int LOW_FOURS = 4;          // values of a stream that a thread of it holds, in fours
+constexpr int UP_CHUNKS = 10;         // of 32 inputs, whose weights a warp of `contract_mix` holds
+constexpr int RECORD_WORDS = 512;     // of 16 bytes
+
+// The products with `down` and `inject` of the normalized streams, which first get what the block before has added.
+struct ContractLowArgs {
+    const float* x;         // [m][streams][width]
+    const float* added;     // [m][width]; or null: nothing is added
+    const float* weights;   // [m][streams], by which it is added
+    float* joined;          // [m][streams][width], not x: the streams with what is added; or null
+    const float* gain;      // [streams][width]
+    const uint4* down;      // records [low_tiles][spans]
+    const uint4* inject;    // records [1][spans]; or null
+    float* sums;            // [parts][m][outputs]
+    float* scales;          // [m][streams], which normalize
+    int m;                  // at most FEW_STREAM_ROWS
+    int streams;
+    int width;              // at most 4 LOW_FOURS values a thread
+    int low_tiles;
+    int spans;
+    int outputs;            // 16 for each tile of down and inject
+    float eps;
+    float down_scale;
+    float inject_scale;
+};
+
+constexpr int LOW_THREADS = LOW_SPANS * 32;
+
+struct alignas(16) ContractLowShared {
+    float warps[LOW_SPANS];
+    float sums[LOW_SPANS][FEW_STREAM_ROWS][16];
+};
+
+// Grid (tiles of down and inject, parts of LOW_SPANS spans). Shared memory: as above, then the inputs [m][LOW_SPANS * 256].
+extern "C" __global__ __launch_bounds__(LOW_THREADS) void contract_low(const __grid_constant__ ContractLowArgs p) {
+    ContractLowShared& sm = *reinterpret_cast<ContractLowShared*>(dynamic_shared());
+    __half* const inputs = reinterpret_cast<__half*>(dynamic_shared() + sizeof(ContractLowShared));
+    constexpr int OF_PART = LOW_SPANS * 256;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int span = blockIdx.y * LOW_SPANS + warp, begin = blockIdx.y * OF_PART, end = min(begin + OF_PART, p.streams * p.width);
+    const bool injects = int(blockIdx.x) >= p.low_tiles, there = span < p.spans, first = blockIdx.x == 0;
+    launch_dependents();
+    uint4 w[16];
+    if (there) {
+        const uint4* const record = injects ? p.inject + size_t(span) * RECORD_WORDS : p.down + (size_t(blockIdx.x) * p.spans + span) * RECORD_WORDS;
+#pragma unroll
+        for (int j = 0; j < 16; j++) w[j] = load_stream(record + j * 32 + lane);
+    }
+    wait_for_prerequisites();
+    for (int m = 0; m < p.m; m++) {
+        __half* const row = inputs + m * OF_PART;
+        for (int k = end - begin + threadIdx.x; k < OF_PART; k += LOW_THREADS) row[k] = __float2half_rn(0.f);
+        for (int c = begin / p.width; c * p.width < end; c++) {
+            const size_t at = (size_t(m) * p.streams + c) * p.width;
+            const float by = p.added == nullptr ? 0.f : __ldcg(p.weights + m * p.streams + c);
+            float4 v[LOW_FOURS];
+            float square = 0.f;
+#pragma unroll
+            for (int i = 0; i < LOW_FOURS; i++) {
+                const int k = 4 * (threadIdx.x + i * LOW_THREADS);
+                if (k >= p.width) break;
+                v[i] = __ldcg(reinterpret_cast<const float4*>(p.x + at + k));
+                if (p.added != nullptr) {
+                    const float4 a = __ldcg(reinterpret_cast<const float4*>(p.added + size_t(m) * p.width + k));
+                    v[i] = make_float4(fmaf(by, a.x, v[i].x), fmaf(by, a.y, v[i].y), fmaf(by, a.z, v[i].z), fmaf(by, a.w, v[i].w));
+                }
+                square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+            }
+            square = warp_sum(square);
+            __syncthreads();
+            if (lane == 0) sm.warps[warp] = square;
+            __syncthreads();
+            float sum = 0.f;
+            for (int i = 0; i < LOW_SPANS; i++) sum += sm.warps[i];
+            const float r = rsqrtf(sum / p.width + p.eps);
+            if (first && threadIdx.x == 0 && c * p.width >= begin) p.scales[m * p.streams + c] = r;
+#pragma unroll
+            for (int i = 0; i < LOW_FOURS; i++) {
+                const int k = 4 * (threadIdx.x + i * LOW_THREADS), input = c * p.width + k;
+                if (k >= p.width || input < begin || input >= end) continue;
+                if (first && p.joined != nullptr) *reinterpret_cast<float4*>(p.joined + at + k) = v[i];
+                const float4 gain = __ldg(reinterpret_cast<const float4*>(p.gain + input));
+                __half2* const to = reinterpret_cast<__half2*>(row + input - begin);
+                to[0] = __floats2half2_rn(clamp_half(v[i].x * r * gain.x), clamp_half(v[i].y * r * gain.y));
+                to[1] = __floats2half2_rn(clamp_half(v[i].z * r * gain.z), clamp_half(v[i].w * r * gain.w));
+            }
+        }
+    }
+    __syncthreads();
+    float sums[4] = {};
+    if (there) {
+        const __half* const row = inputs + g * OF_PART + warp * 256 + 8 * t;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            const uint4 x = g < p.m ? *reinterpret_cast<const uint4*>(row + 32 * c) : make_uint4(0, 0, 0, 0);
+            mma_16816(sums, w[2 * c].x, w[2 * c].y, w[2 * c].z, w[2 * c].w, x.x, x.y);
+            mma_16816(sums, w[2 * c + 1].x, w[2 * c + 1].y, w[2 * c + 1].z, w[2 * c + 1].w, x.z, x.w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sm.sums[warp][2 * t + i % 2][g + i / 2 * 8] = sums[i];
+    __syncthreads();
+    if (int(threadIdx.x) < 16 * p.m) {
+        const int m = threadIdx.x / 16, r = threadIdx.x % 16;
+        float sum = 0.f;
+        for (int i = 0; i < LOW_SPANS; i++) sum += sm.sums[i][m][r];
+        p.sums[(size_t(blockIdx.y) * p.m + m) * p.outputs + blockIdx.x * 16 + r] = sum * (injects ? p.inject_scale : p.down_scale);
+    }
+}
+
+// What is read of the streams, by gates that are products of `up`; the weights of what the block will add, which is zero.
+struct ContractMixArgs {
+    const float* sums;      // [parts][m][outputs], of `contract_low`
+    const float* x;         // [m][streams][width], what it joined
+    const float* scales;    // [m][streams]
+    const float* gain;      // [streams][width]
+    const uint4* up;        // records [streams * width / 16][spans]
+    float* y;               // [m][width]
+    float* added;           // [m][width]; or null
+    float* weights;         // [m][streams]; or null
+    int parts;
+    int m;
+    int streams;
+    int width;              // a multiple of 16
+    int rank;
+    int low_width;          // rank, padded to 16
+    int outputs;
+    int spans;
+    float scale;
+};
+
+// Grid width / 16; a warp takes 16 values of a stream. Shared memory: gates and normalized values, [streams][m][16] each, then
+// the inputs [m][rank padded to 32].
+extern "C" __global__ __launch_bounds__(MOST_STREAMS * 32) void contract_mix(const __grid_constant__ ContractMixArgs p) {
+    const int threads = p.streams * 32, chunks = (p.rank + 31) / 32, each = p.streams * p.m * 16;
+    float* const gates = reinterpret_cast<float*>(dynamic_shared());
+    float* const normed = gates + each;
+    __half* const inputs = reinterpret_cast<__half*>(normed + each);
+    const int c = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint4* const record = p.up + (size_t(c) * (p.width / 16) + blockIdx.x) * p.spans * RECORD_WORDS;
+    launch_dependents();
+    uint4 w[2 * UP_CHUNKS];
+    auto request = [&](int from) {
+#pragma unroll
+        for (int j = 0; j < 2 * UP_CHUNKS; j++)
+            if (2 * from + j < 2 * chunks) w[j] = load_stream(record + (2 * from + j) * 32 + lane);
+    };
+    request(0);
+    wait_for_prerequisites();
+    auto sum_at = [&](int m, int k) {
+        float sum = 0.f;
+#pragma unroll 4
+        for (int i = 0; i < p.parts; i++) sum += __ldcg(p.sums + (size_t(i) * p.m + m) * p.outputs + k);
+        return sum / p.streams;
+    };
+    for (int i = threadIdx.x; i < p.m * chunks * 32; i += threads) {
+        const int m = i / (chunks * 32), k = i % (chunks * 32);
+        inputs[i] = __float2half_rn(clamp_half(k < p.rank ? silu_of(sum_at(m, k)) : 0.f));
+    }
+    for (int i = threadIdx.x; i < each; i += threads) {
+        const int stream = i / (16 * p.m), m = i / 16 % p.m, k = blockIdx.x * 16 + i % 16;
+        const float x = __ldcg(p.x + (size_t(m) * p.streams + stream) * p.width + k);
+        normed[i] = x * __ldcg(p.scales + m * p.streams + stream) * __ldg(p.gain + stream * p.width + k);
+    }
+    if (blockIdx.x == 0 && p.weights != nullptr && int(threadIdx.x) < p.m * p.streams)
+        p.weights[threadIdx.x] = 2.f * sigmoid(sum_at(threadIdx.x / p.streams, p.low_width + threadIdx.x % p.streams));
+    __syncthreads();
+    float sums[4] = {};
+    for (int from = 0; from < chunks; from += UP_CHUNKS) {
+        if (from > 0) request(from);
+#pragma unroll
+        for (int j = 0; j < UP_CHUNKS; j++) {
+            if (from + j >= chunks) break;
+            const uint4 x = g < p.m ? *reinterpret_cast<const uint4*>(inputs + (g * chunks + from + j) * 32 + 8 * t) : make_uint4(0, 0, 0, 0);
+            mma_16816(sums, w[2 * j].x, w[2 * j].y, w[2 * j].z, w[2 * j].w, x.x, x.y);
+            mma_16816(sums, w[2 * j + 1].x, w[2 * j + 1].y, w[2 * j + 1].z, w[2 * j + 1].w, x.z, x.w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int m = 2 * t + i % 2;
+        if (m < p.m) gates[(c * p.m + m) * 16 + g + i / 2 * 8] = sigmoid(sums[i] * p.scale);
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < 16 * p.m; r += threads) {
+        float v = 0.f;
+        for (int i = r; i < each; i += 16 * p.m) v = fmaf(normed[i], gates[i], v);
+        const size_t at = size_t(r / 16) * p.width + blockIdx.x * 16 + r % 16;
+        p.y[at] = v / p.streams;
+        if (p.added != nullptr) p.added[at] = 0.f;
+    }
+}
+
 // Gates of n-grams' values. Grid (m, streams).
 struct GateNgramsArgs {
     const float* keys;      // [m][streams][width], normalized
@@ -195,7 +394,7 @@ struct ConvolveNgramsArgs {
     int channels;
     int count;
     int dilation;
-    StreamSpan spans[MOST_STREAM_SPANS];
+    const StreamSpan* spans;
 };
 
 // A channel of row `r` of a span, also of rows before its first.
@@ -208,8 +407,8 @@ DEVICE float row_before(const ConvolveNgramsArgs& p, const StreamSpan& span, int
 // Grid (channels / 256, spans).
 extern "C" __global__ __launch_bounds__(STREAM_THREADS) void convolve_ngrams(const __grid_constant__ ConvolveNgramsArgs p) {
     const int channel = blockIdx.x * STREAM_THREADS + threadIdx.x;
-    const StreamSpan& span = p.spans[blockIdx.y];
     if (channel >= p.channels) return;
+    const StreamSpan span = p.spans[blockIdx.y];
     const float* const taps = p.taps + size_t(channel) * p.count;
     for (int r = 0; r < span.count; r++) {
         float sum = 0.f;

@@ -65,7 +65,7 @@ struct IndexArgs {
     int m;
     int heads;
     float eps;
-    StreamSpan spans[MOST_STREAM_SPANS];
+    const StreamSpan* spans;
 };
 
 // Grid (m, heads / 4); a warp takes a head of a row, in place.
@@ -87,7 +87,7 @@ DEVICE const float* index_key(const IndexArgs& p, const StreamSpan& span, int po
 // Grid (parts, spans); a warp takes a block that becomes whole.
 extern "C" __global__ __launch_bounds__(INDEX_THREADS) void index_keys(const __grid_constant__ IndexArgs p) {
     constexpr int WARPS = INDEX_THREADS / 32;
-    const StreamSpan& span = p.spans[blockIdx.y];
+    const StreamSpan span = p.spans[blockIdx.y];
     const int lane = threadIdx.x % 32, block = p.blocks.block, end = (span.position + span.count) / block;
     for (int b = span.position / block + blockIdx.x * WARPS + threadIdx.x / 32; b < end; b += gridDim.x * WARPS) {
         float4 mean = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -104,7 +104,7 @@ extern "C" __global__ __launch_bounds__(INDEX_THREADS) void index_keys(const __g
 // Keeps the keys of the last positions of each span, once `index_keys` has read those before it. Grid (1, spans).
 extern "C" __global__ __launch_bounds__(INDEX_THREADS) void keep_index_keys(const __grid_constant__ IndexArgs p) {
     static_assert(INDEX_THREADS == INDEX_DIM, "a thread a value");
-    const StreamSpan& span = p.spans[blockIdx.y];
+    const StreamSpan span = p.spans[blockIdx.y];
     const int block = p.blocks.block;
     auto keep = [&](int place, int end) {
         for (int i = 0; i < block; i++) {

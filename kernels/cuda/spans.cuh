@@ -3,7 +3,7 @@
 
 #include "rows.cuh"
 
-// Rows of one sequence.
+// Rows of one sequence. They lie in device memory, so that one CUDA graph serves every step.
 struct StreamSpan {
     int row;        // the first
     int count;
@@ -12,8 +12,6 @@ struct StreamSpan {
     int mark;       // what is kept of the sequence is also written to `place` as it is after so many rows; 0: it is not
     int place;
 };
-
-constexpr int MOST_STREAM_SPANS = 64;
 
 // What sequences keep beside pages and states of recurrences: [places][words], of which a layer has some.
 struct KeptRows {

@@ -77,7 +77,7 @@ pub struct DeltaVectors<'a> {
     pub dt_bias: &'a Buffer<f32>,
     /// Gains of the norm of each head's output `[128]`.
     pub norm: &'a Buffer<f32>,
-    /// What gates that output: steps take SiLU alone.
+    /// What gates that output.
     pub gate: OutputGate,
     /// Epsilon of that norm.
     pub eps: f32,
@@ -288,7 +288,7 @@ kernels! {
 impl Stream {
     /// The recurrence of a step's `m` rows, of which up to [`MOST_RUN`] that follow one another may belong to one
     /// sequence, at consecutive positions: from its products `qkvz` ([`DeltaRows`]) and `rates` to the norm of its output
-    /// times `silu(z)`, `[m, values]`. States are brought forward, but for the slot `idle`; where rows are kept
+    /// times its gate of `z`, `[m, values]`. States are brought forward, but for the slot `idle`; where rows are kept
     /// ([`StatesShape::kept`]), those of a sequence with several rows stay in front of them, until a later step is told
     /// how many of these rows were right ([`Step::behind`]), or [`Stream::settle_states`]. With
     /// `holds_dependents`, the next kernel (a programmatic dependent launch) does not start before the previous one has
@@ -310,9 +310,6 @@ impl Stream {
         holds_dependents: bool,
     ) -> Result<()> {
         let o = self.operands("delta_step");
-        if vectors.gate != OutputGate::Silu {
-            return o.refuse("the gate of a recurrence", "SiLU", "a sigmoid");
-        }
         let d = states.delta();
         let slots = step.bounds().places.slots;
         let layer = states.args(&o, vectors, slots)?;
@@ -351,6 +348,8 @@ impl Stream {
             hidden: hidden as i32,
             scale,
             kept,
+            sigmoid: i32::from(vectors.gate == OutputGate::Sigmoid),
+            padding: [0; 1],
         };
         let shape = shape([d.value_heads, m], 4 * DELTA_DIM)
             .shared(shared)

@@ -35,8 +35,8 @@ fn kernel(plan: &GemvPlan, kind: PackedKind) -> Instance<ExpertsArgs> {
 }
 
 impl Stream {
-    /// Gate and up of each row's experts: `gated` `[m, gated_width]` becomes
-    /// `weight * silu(gate n) * (up n)`, with `n` the normalized rows of `x` `[m, inputs]`. `w` holds
+    /// Gate and up of each row's experts: `gated` `[m, gated_width]`, which is zero behind the values of an expert, becomes
+    /// `weight * silu(gate n) * (up n)`, with `n` the rows of `x` `[m, inputs]`, normalized if there is a norm. `w` holds
     /// the interleaved stacks of all experts; `scores` `[m, stacked]` are the router's, behind them that of the
     /// shared expert, if there is one.
     ///
@@ -45,7 +45,7 @@ impl Stream {
     pub fn experts_up(
         &self,
         w: &DeviceLinear,
-        (x, norm): (&Buffer<f32>, Norm<'_>),
+        (x, norm): (&Buffer<f32>, Option<Norm<'_>>),
         scores: &Buffer<f32>,
         gated: &mut Buffer<f32>,
         experts: &Experts,
@@ -54,7 +54,8 @@ impl Stream {
         let o = self.operands("experts_up");
         let rows = ScoredRows {
             x,
-            norm: Some(norm),
+            norm,
+            up: true,
             out: gated,
             scores,
             experts,
@@ -63,15 +64,16 @@ impl Stream {
         if self.coded_experts(&o, w, &rows)? {
             return Ok(());
         }
-        // Ensures that each expert's values are whole spans.
-        o.multiple("width of an expert", SPAN, experts.width)?;
+        // Ensures that each expert's gates and ups are whole tiles.
+        o.multiple("width of an expert", TILE / 2, experts.width)?;
         let tiles = 2 * experts.width / TILE;
         check(&o, experts, w.rows(), 2 * experts.width, m)?;
+        let gain = norm.map(|n| n.gain(&o, w.inputs())).transpose()?;
         let launch = Launch {
             epilogue: Epilogue::Silu,
             x: o.of("x", x, &[m, w.inputs()])?,
-            gain: norm.gain(&o, w.inputs())?,
-            eps: norm.eps,
+            gain: gain.unwrap_or(Address::NULL),
+            eps: norm.map_or(0.0, |n| n.eps),
             out: o.of("gated", gated, &[m, gated_width(experts)])?,
             tiles: chosen(experts) * tiles,
             spans: w.spans(),
@@ -97,6 +99,7 @@ impl Stream {
         let rows = ScoredRows {
             x: gated,
             norm: None,
+            up: false,
             out: x,
             scores,
             experts,
@@ -172,10 +175,12 @@ impl Stream {
             per_token: chosen(experts) as i32,
             part: launch.part as i32,
             tiles: launch.expert_tiles as i32,
+            width: experts.width.next_multiple_of(SPAN) as i32,
             normalized: i32::from(experts.normalized),
             x_stride: launch.strides.0 as i32,
             out_stride: launch.strides.1 as i32,
             shared: i32::from(experts.shared > 0),
+            before_places: [0; 1],
             places: from.places,
         };
         let shape = LaunchShape::new([plan.cut.blocks, m, 1], GEMV_WARPS * 32)

@@ -14,26 +14,28 @@ use nq_kernels::Result;
 
 /// Output of a step's product of `m` sequences.
 pub enum GemvOutput<'a> {
-    /// `out` `[m, rows]`, from the normalized input.
-    Store(Norm<'a>, &'a mut Buffer<f32>),
+    /// `out` `[m, rows]`, from the input, which is normalized first if there is a norm.
+    Store(Option<Norm<'a>>, &'a mut Buffer<f32>),
     /// Added to the residual `[m, rows]`, from the input without a norm.
     Add(&'a mut Buffer<f32>),
-    /// `silu(gate) * up` `[m, rows / 2]` for interleaved gate and up, from the normalized input.
-    Silu(Norm<'a>, &'a mut Buffer<f32>),
-    /// Logits `[m, rows]` from the normalized input, and the best of each block: at least
+    /// `silu(gate) * up` `[m, rows / 2]` for interleaved gate and up, likewise.
+    Silu(Option<Norm<'a>>, &'a mut Buffer<f32>),
+    /// Logits `[m, rows]`, likewise, and the best of each block: at least
     /// [`super::best_len`] values (logit, row as bits) per sequence.
-    Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
+    Head(
+        Option<Norm<'a>>,
+        &'a mut Buffer<f32>,
+        &'a mut Buffer<[f32; 2]>,
+    ),
 }
 
 impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {
     fn from(output: GemvOutput<'a>) -> Self {
         let (epilogue, norm, to) = match output {
-            GemvOutput::Store(norm, y) => (Epilogue::Store, Some(norm), OutputMemory::Full(y)),
+            GemvOutput::Store(norm, y) => (Epilogue::Store, norm, OutputMemory::Full(y)),
             GemvOutput::Add(y) => (Epilogue::Add, None, OutputMemory::Full(y)),
-            GemvOutput::Silu(norm, y) => (Epilogue::Silu, Some(norm), OutputMemory::Full(y)),
-            GemvOutput::Head(norm, y, best) => {
-                (Epilogue::Head, Some(norm), OutputMemory::Head(y, best))
-            }
+            GemvOutput::Silu(norm, y) => (Epilogue::Silu, norm, OutputMemory::Full(y)),
+            GemvOutput::Head(norm, y, best) => (Epilogue::Head, norm, OutputMemory::Head(y, best)),
         };
         ProductOutput { epilogue, norm, to }
     }

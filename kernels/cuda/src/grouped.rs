@@ -259,7 +259,7 @@ impl Stream {
         // permutation of the routes.
         unsafe {
             self.launch(&CHOOSE_EXPERTS, shape([m, 1], super::MOST_EXPERTS), &args)?;
-            self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS), &args)?;
+            self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS + 32), &args)?;
             self.launch(&GATHER_ROWS, shape([m, 1], 256), &gather)?;
         }
         rows.grouped = grouped;

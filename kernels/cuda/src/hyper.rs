@@ -1,8 +1,12 @@
 //! Residuals of several streams, and what tables of n-grams add to them: what sequences keep of these, and the launchers
 //! (formulas: `cuda/hyper.cu`).
 
+pub(crate) mod few;
+
 use super::delta::DeltaSpan;
-use super::driver::{Buffer, Checked, CopiedRows, Gpu, Operands, Stream, Strided};
+use super::driver::{
+    Address, Buffer, Checked, CopiedRows, Gpu, Operands, Staging, Stream, Strided,
+};
 use super::kernel::kernels;
 use super::pack::SPAN;
 use super::rows::{Places, RowsOut, shape};
@@ -10,7 +14,7 @@ use crate::cuda::hyper::{
     ActivateArgs, ConvolveNgramsArgs, GateNgramsArgs, InjectArgs, MixStreamsArgs, NormStreamsArgs,
     PartedSums, STREAM_THREADS as THREADS, SpreadArgs,
 };
-use crate::cuda::spans::{self, MOST_STREAM_SPANS, StreamSpan};
+use crate::cuda::spans::{self, StreamSpan};
 use nq_kernels::{Error, Result};
 
 /// Bytes of shared memory of kernels that add up over a block.
@@ -158,30 +162,51 @@ impl LayerRows<'_> {
             padding: [0; 1],
         })
     }
+}
 
-    /// As [`stream_spans`], of sequences that keep rows here.
-    pub(super) fn spans(
+/// The rows of each sequence of a pass: on the device, where kernels look for them, so that recorded steps find others.
+pub struct StreamSpans {
+    values: Buffer<StreamSpan>, // [sequences]
+    staging: Option<Staging<StreamSpan>>,
+    spans: Vec<DeltaSpan>,
+    m: usize,
+    there: Places,
+    places: usize,
+}
+
+impl StreamSpans {
+    /// Allocates them for up to `sequences` in a pass whose sequences stand within `there` and keep rows at `places` places.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, sequences: usize, there: Places, places: usize) -> Result<Self> {
+        Ok(StreamSpans {
+            values: gpu.zeros("activations", sequences)?,
+            staging: None,
+            spans: Vec::new(),
+            m: 0,
+            there,
+            places,
+        })
+    }
+
+    /// The spans that were written last.
+    pub(crate) fn all(&self) -> &[DeltaSpan] {
+        &self.spans
+    }
+
+    /// The address, for `m` rows within `there` of sequences that keep rows in `kept`.
+    pub(super) fn args(
         &self,
         o: &Operands<'_>,
-        some: &[DeltaSpan],
+        kept: &LayerRows<'_>,
         m: usize,
         there: &Places,
-    ) -> Result<[StreamSpan; MOST_STREAM_SPANS]> {
-        let places = self.all.places;
-        o.at_most("sequences of rows", places, there.slots)?;
-        let mut all = [StreamSpan::default(); MOST_STREAM_SPANS];
-        for (to, span) in all.iter_mut().zip(some) {
-            let of_delta = span.args(o, m, there, places)?;
-            *to = StreamSpan {
-                row: of_delta.row,
-                count: of_delta.count,
-                position: of_delta.position,
-                slot: of_delta.slot,
-                mark: of_delta.mark,
-                place: of_delta.place,
-            };
-        }
-        Ok(all)
+    ) -> Result<Address> {
+        self.there.check(o, *there)?;
+        o.at_most("rows of spans", m, self.m)?;
+        o.at_most("places of kept rows", kept.all.places, self.places)?;
+        o.of("spans", &self.values, &[self.spans.len()])
     }
 }
 
@@ -356,6 +381,28 @@ impl Stream {
         unsafe { self.launch(&INJECT_STREAMS, shape, &args) }
     }
 
+    /// Writes the spans of a pass of `m` rows, in order with the stream's other work.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for rows or places that are not there; errors of the driver.
+    pub fn write_spans(&self, to: &mut StreamSpans, spans: &[DeltaSpan], m: usize) -> Result<()> {
+        let o = self.operands("spans of streams");
+        let one = |span: &DeltaSpan| {
+            let of_delta = span.args(&o, m, &to.there, to.places)?;
+            Ok(StreamSpan {
+                row: of_delta.row,
+                count: of_delta.count,
+                position: of_delta.position,
+                slot: of_delta.slot,
+                mark: of_delta.mark,
+                place: of_delta.place,
+            })
+        };
+        let values = spans.iter().map(one).collect::<Result<Vec<_>>>()?;
+        (to.spans, to.m) = (spans.to_vec(), m);
+        self.write_staged(&mut to.values, 0, &mut to.staging, &values)
+    }
+
     /// Gates of n-grams: of `keys` and `queries`, normalized, and `values` `[m, width]`; `out` `[m, streams, width]` may be
     /// the keys.
     ///
@@ -391,7 +438,7 @@ impl Stream {
     pub fn convolve_ngrams(
         &self,
         rows: ConvolvedRows<'_>,
-        spans: &[DeltaSpan],
+        spans: &StreamSpans,
         kept: LayerRows<'_>,
         m: usize,
         there: &Places,
@@ -416,19 +463,12 @@ impl Stream {
             channels: channels as i32,
             count: count as i32,
             dilation: dilation as i32,
-            spans: [StreamSpan::default(); MOST_STREAM_SPANS],
-            padding: [0; 1],
+            spans: spans.args(&o, &kept, m, there)?,
+            before_spans: [0; 1],
         };
-        for some in spans.chunks(MOST_STREAM_SPANS) {
-            let args = ConvolveNgramsArgs {
-                spans: kept.spans(&o, some, m, there)?,
-                ..args
-            };
-            let shape = shape([channels.div_ceil(THREADS), some.len()], THREADS);
-            // SAFETY: the operands were checked, and that the spans' rows and places are there.
-            unsafe { self.launch(&CONVOLVE_NGRAMS, shape, &args)? };
-        }
-        Ok(())
+        let shape = shape([channels.div_ceil(THREADS), spans.all().len()], THREADS);
+        // SAFETY: the operands were checked, and that the spans' rows and places are there.
+        unsafe { self.launch(&CONVOLVE_NGRAMS, shape, &args) }
     }
 
     /// Copies what is kept at place `from` to place `to`.

@@ -3,7 +3,7 @@
 use super::attention::{LayerPages, WIDE_HEAD_DIM, row_heads};
 use super::delta::DeltaSpan;
 use super::driver::{Buffer, Checked, Gpu, Stream};
-use super::hyper::LayerRows;
+use super::hyper::{LayerRows, StreamSpans};
 use super::kernel::kernels;
 use super::pack::SPAN;
 use super::rows::{Row, RowsOut, shape};
@@ -11,7 +11,6 @@ use crate::cuda::indexer::{
     ATTEND_THREADS, ATTEND_TILE, AttendArgs, CHOOSE_THREADS, INDEX_DIM as DIM, INDEX_THREADS,
     IndexArgs, MOST_ATTEND_GROUP, SCORED_BLOCKS, SCORED_ROWS, ScoresArgs,
 };
-use crate::cuda::spans::{MOST_STREAM_SPANS, StreamSpan};
 use nq_kernels::Result;
 use std::ops::Range;
 
@@ -91,6 +90,49 @@ impl ChosenBlocks {
     pub fn sizes(&self) -> IndexSizes {
         self.sizes
     }
+
+    /// The rows of `spans` for which blocks are chosen, as many at a time as there is room for their scores.
+    pub fn scored(&self, spans: &[DeltaSpan]) -> Vec<ScoredRows> {
+        let sizes = self.sizes;
+        let end = |s: &DeltaSpan| s.rows.row + s.rows.count;
+        let chosen = spans
+            .iter()
+            .map(|s| s.rows.row + sizes.dense_rows(s.rows.position, s.rows.count)..end(s));
+        let mut all = Vec::new();
+        for range in joined(chosen) {
+            for first in range.clone().step_by(SCORED_AT_ONCE) {
+                let rows = first..range.end.min(first + SCORED_AT_ONCE);
+                let among = spans
+                    .iter()
+                    .filter(|s| s.rows.row < rows.end && end(s) > first);
+                let whole = |s: &DeltaSpan| {
+                    (s.rows.position + end(s).min(rows.end) - s.rows.row) / sizes.block
+                };
+                let blocks = among.map(whole).max().unwrap_or(0);
+                all.push(ScoredRows { rows, blocks });
+            }
+        }
+        all
+    }
+
+    /// The most blocks that a step scores for a row whose sequence has `positions` with it: one of few numbers, since a recorded
+    /// step has one; 0 if the row attends to all positions.
+    pub(crate) fn scored_in_step(&self, positions: usize) -> usize {
+        let whole = positions / self.sizes.block;
+        match whole > self.sizes.most {
+            true => whole.next_power_of_two().min(self.stride),
+            false => 0,
+        }
+    }
+}
+
+/// Rows for which blocks are chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ScoredRows {
+    /// Which.
+    pub rows: Range<usize>,
+    /// The most whole blocks that any of them has before it.
+    pub blocks: usize,
 }
 
 /// The vectors of a layer's indexer.
@@ -135,7 +177,7 @@ pub(crate) fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<us
 impl Stream {
     /// Turns an indexer's queries, in place, of the products `index` `[m, heads + 1, INDEX_DIM]` of rows, which `spans` has
     /// all of, and makes the keys of the blocks that become whole in `pages`. The keys of sequences' last positions are in
-    /// `kept`, which is brought forward. Then chooses blocks for the rows that may not attend to all positions.
+    /// `kept`, which is brought forward. Then chooses blocks for those of the rows `scored` that may not attend to all positions.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -144,11 +186,12 @@ impl Stream {
         &self,
         index: &mut Buffer<f32>,
         rows: &Checked<Row>,
-        spans: &[DeltaSpan],
+        spans: &StreamSpans,
         vectors: &IndexVectors<'_>,
         pages: LayerPages<'_>,
         kept: LayerRows<'_>,
         to: &mut ChosenBlocks,
+        scored: &[ScoredRows],
         m: usize,
     ) -> Result<()> {
         let o = self.operands("choose_positions");
@@ -172,70 +215,48 @@ impl Stream {
             m: m as i32,
             heads: sizes.heads as i32,
             eps: vectors.eps,
-            spans: [StreamSpan::default(); MOST_STREAM_SPANS],
-            padding: [0; 1],
+            spans: spans.args(&o, &kept, m, there)?,
+            before_spans: [0; 1],
         };
         let warps = INDEX_THREADS / 32;
         let queries = shape([m, sizes.heads.div_ceil(warps)], INDEX_THREADS);
         // SAFETY: the operands were checked, and that the rows' angles are there.
         unsafe { self.launch(&INDEX_QUERIES, queries, &args)? };
-        for some in spans.chunks(MOST_STREAM_SPANS) {
-            let args = IndexArgs {
-                spans: kept.spans(&o, some, m, there)?,
-                ..args
-            };
-            let most = some.iter().map(|s| s.rows.count).max().unwrap_or(0);
-            let parts = (most / sizes.block + 1).div_ceil(warps).min(256);
-            // SAFETY: the operands were checked, and that the spans' rows, pages and places are there.
-            unsafe {
-                self.launch(
-                    &INDEX_KEYS,
-                    shape([parts, some.len()], INDEX_THREADS),
-                    &args,
-                )?;
-                self.launch(
-                    &KEEP_INDEX_KEYS,
-                    shape([1, some.len()], INDEX_THREADS),
-                    &args,
-                )?;
-            }
+        let most = spans.all().iter().map(|s| s.rows.count).max().unwrap_or(0);
+        let parts = (most / sizes.block + 1).div_ceil(warps).min(256);
+        let count = spans.all().len();
+        // SAFETY: the operands were checked, and that the spans' rows, pages and places are there.
+        unsafe {
+            self.launch(&INDEX_KEYS, shape([parts, count], INDEX_THREADS), &args)?;
+            self.launch(&KEEP_INDEX_KEYS, shape([1, count], INDEX_THREADS), &args)?;
         }
-        let chosen = spans.iter().map(|s| {
-            let (first, end) = (s.rows.row, s.rows.row + s.rows.count);
-            first + sizes.dense_rows(s.rows.position, s.rows.count)..end
-        });
-        for range in joined(chosen) {
-            for first in range.clone().step_by(SCORED_AT_ONCE) {
-                let count = SCORED_AT_ONCE.min(range.end - first);
-                // The most blocks that any of these rows has before it.
-                let whole = (spans.iter())
-                    .filter(|s| s.rows.row < first + count && s.rows.row + s.rows.count > first)
-                    .map(|s| {
-                        let end = (s.rows.row + s.rows.count).min(first + count);
-                        (s.rows.position + end - s.rows.row) / sizes.block
-                    });
-                let whole = whole.max().unwrap_or(0);
-                let args = ScoresArgs {
-                    index: index_at,
-                    rows: args.rows,
-                    blocks,
-                    scores: o.of("scores", &to.scores, &[count, to.stride])?,
-                    chosen: o.of("chosen blocks", &to.chosen, &[m, sizes.most])?,
-                    heads: sizes.heads as i32,
-                    most: sizes.most as i32,
-                    stride: to.stride as i32,
-                    first: first as i32,
-                    count: count as i32,
-                    padding: [0; 1],
-                };
-                o.at_most("blocks of a sequence", to.stride, whole)?;
-                let grid = [whole.div_ceil(SCORED_BLOCKS), count.div_ceil(SCORED_ROWS)];
-                let choose = shape([count, 1], CHOOSE_THREADS).shared(CHOOSE_SHARED);
-                // SAFETY: the operands were checked, and that there is room for a score of every block.
-                unsafe {
-                    self.launch(&INDEX_SCORES, shape(grid, INDEX_THREADS), &args)?;
-                    self.launch(&CHOOSE_BLOCKS, choose, &args)?;
-                }
+        for ScoredRows {
+            rows,
+            blocks: whole,
+        } in scored
+        {
+            let (first, count, whole) = (rows.start, rows.len(), *whole);
+            o.at_most("rows to be scored", m, rows.end)?;
+            let args = ScoresArgs {
+                index: index_at,
+                rows: args.rows,
+                blocks,
+                scores: o.of("scores", &to.scores, &[count, to.stride])?,
+                chosen: o.of("chosen blocks", &to.chosen, &[m, sizes.most])?,
+                heads: sizes.heads as i32,
+                most: sizes.most as i32,
+                stride: to.stride as i32,
+                first: first as i32,
+                count: count as i32,
+                padding: [0; 1],
+            };
+            o.at_most("blocks of a sequence", to.stride, whole)?;
+            let grid = [whole.div_ceil(SCORED_BLOCKS), count.div_ceil(SCORED_ROWS)];
+            let choose = shape([count, 1], CHOOSE_THREADS).shared(CHOOSE_SHARED);
+            // SAFETY: the operands were checked, and that there is room for a score of every block.
+            unsafe {
+                self.launch(&INDEX_SCORES, shape(grid, INDEX_THREADS), &args)?;
+                self.launch(&CHOOSE_BLOCKS, choose, &args)?;
             }
         }
         Ok(())

@@ -83,10 +83,11 @@ pub use gemv::GemvOutput;
 pub use grad::{CudaOps, GemmPrecision, LowRank};
 pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
+pub use hyper::few::{BlockAdds, FewStreams, JoinedStreams, StreamMixing};
 pub use hyper::{
-    ConvolvedRows, KeptRows, LayerRows, StreamDims, StreamNorm, StreamWeights, SumsOf,
+    ConvolvedRows, KeptRows, LayerRows, StreamDims, StreamNorm, StreamSpans, StreamWeights, SumsOf,
 };
-pub use indexer::{ChosenBlocks, INDEX_DIM, IndexSizes, IndexVectors};
+pub use indexer::{ChosenBlocks, INDEX_DIM, IndexSizes, IndexVectors, ScoredRows};
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
 pub use mixture::{MOST_CHOSEN, MOST_EXPERTS, chosen, gated_width, stacked};

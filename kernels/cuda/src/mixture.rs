@@ -1,11 +1,12 @@
 //! Sizes of mixtures of experts, as kernels know them.
 
 use super::driver::Operands;
+use super::pack::SPAN;
 use crate::cuda::choose;
 use nq_kernels::Result;
 use nq_model::Experts;
 
-/// Most experts in a layer (`cuda/choose.cuh`).
+/// Most experts that a row chooses among (`cuda/choose.cuh`); a shared one may stand behind them.
 pub const MOST_EXPERTS: usize = choose::MOST_EXPERTS;
 /// Most experts per row.
 pub const MOST_CHOSEN: usize = choose::MOST_CHOSEN;
@@ -20,9 +21,9 @@ pub fn chosen(experts: &Experts) -> usize {
     experts.per_token + usize::from(experts.shared > 0)
 }
 
-/// Values per row between up and down: those of each chosen expert.
+/// Values per row between up and down: those of each chosen expert, padded to whole spans.
 pub fn gated_width(experts: &Experts) -> usize {
-    chosen(experts) * experts.width
+    chosen(experts) * experts.width.next_multiple_of(SPAN)
 }
 
 /// Refuses sizes that the kernels do not support, and `rows` that are not `each` for every expert.
@@ -35,7 +36,7 @@ pub(super) fn check(
 ) -> Result<()> {
     o.at_least("rows", 1, m)?;
     o.at_most("rows", u16::MAX.into(), m)?;
-    o.at_most("experts", MOST_EXPERTS, stacked(e))?;
+    o.at_most("experts", MOST_EXPERTS, e.count)?;
     o.at_least("experts of a row", 1, e.per_token)?;
     o.at_most("experts of a row", e.count, e.per_token)?;
     o.at_most("experts of a row", MOST_CHOSEN, chosen(e))?;

@@ -8,7 +8,7 @@ use super::gemm::ManyRowsPlan;
 use super::gemm_step::{StepPlan, check_wide};
 use super::gemv::GemvPlan;
 use super::pack::{PackedShape, SPAN};
-use super::product::{PlannedRows, Product, ProductOutput, Shares};
+use super::product::{Epilogue, PlannedRows, Product, ProductOutput, Shares};
 use nq_kernels::Result;
 
 /// The kernel of a product, and how it is cut.
@@ -111,6 +111,12 @@ impl Stream {
             return self.multiply_exl3(&p, parts, output);
         }
         p.check()?;
+        if matches!(p.asked, PlannedRows::Columns(_))
+            && output.norm.is_none()
+            && output.epilogue != Epilogue::Add
+        {
+            return p.o.refuse("a norm of rows in columns", "one", "none");
+        }
         let plan = ProductPlan::checked(&p.o, p.w.shape(), p.asked)?;
         let to = output.written(&p.o, p.m, p.w.rows(), plan.shares())?;
         match (&plan, p.columns) {

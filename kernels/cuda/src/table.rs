@@ -8,7 +8,7 @@ use super::{
 use super::{exl3, prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 33] = [
+static TABLE: [&[&KernelRow]; 34] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -32,6 +32,7 @@ static TABLE: [&[&KernelRow]; 33] = [
     grad::train::ROWS,
     grouped::ROWS,
     hyper::ROWS,
+    hyper::few::ROWS,
     indexer::ROWS,
     linear::ROWS,
     prefill::ROWS,

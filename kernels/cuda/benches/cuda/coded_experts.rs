@@ -99,7 +99,7 @@ pub(crate) fn coded_experts(t: &mut Timing) -> Result<()> {
                 };
                 let scores = &scores[turn % TURNS];
                 t.stream
-                    .experts_up(up, (&x, norm), scores, &mut gated, &e, m)?;
+                    .experts_up(up, (&x, Some(norm)), scores, &mut gated, &e, m)?;
                 t.stream.experts_down(down, &gated, scores, &mut y, &e, m)
             })?;
         }

@@ -54,8 +54,8 @@ fn of_layers(
 fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>) -> GemvOutput<'a> {
     let norm = Norm { gain, eps: 1e-6 };
     match product {
-        "qkv" => GemvOutput::Store(norm, y),
-        "gate_up" => GemvOutput::Silu(norm, y),
+        "qkv" => GemvOutput::Store(Some(norm), y),
+        "gate_up" => GemvOutput::Silu(Some(norm), y),
         _ => GemvOutput::Add(y),
     }
 }
@@ -132,7 +132,7 @@ pub(crate) fn experts(t: &mut Timing) -> Result<()> {
                 };
                 let w = &up[turn % up.len()];
                 t.stream
-                    .experts_up(w, (&b.x, norm), &scores, &mut gated, &e, m)
+                    .experts_up(w, (&b.x, Some(norm)), &scores, &mut gated, &e, m)
             })?;
             t.chained(
                 &format!("down of {m} rows {name}"),
@@ -169,8 +169,12 @@ pub(crate) fn gemv(t: &mut Timing) -> Result<()> {
                 gain: &b.gain,
                 eps: 1e-6,
             };
-            t.stream
-                .gemv(w, &b.x, GemvOutput::Head(norm, &mut b.y, &mut best), false)
+            t.stream.gemv(
+                w,
+                &b.x,
+                GemvOutput::Head(Some(norm), &mut b.y, &mut best),
+                false,
+            )
         })?;
     }
     Ok(())

@@ -5,7 +5,7 @@ use super::timing::Timing;
 use nq_cuda::{
     Checked, ChosenBlocks, ConvolvedRows, DeltaSpan, DevicePages, INDEX_DIM, IndexSizes,
     IndexVectors, KeptRows, LayerRows, PagesShape, Places, Row, RowsOut, SequenceRows, StreamDims,
-    StreamNorm, StreamWeights, SumsOf,
+    StreamNorm, StreamSpans, StreamWeights, SumsOf,
 };
 use nq_kernels::Result;
 use nq_kernels::pages::KvType;
@@ -52,6 +52,7 @@ pub(crate) fn hyper(t: &mut Timing) -> Result<()> {
         slots: 1,
         images: 0,
     };
+    let mut spans = StreamSpans::new(&t.gpu, 1, places, 1)?;
     for m in [1, 64, M] {
         let what = |op: &str| format!("{op} {m} rows");
         let norm = StreamNorm {
@@ -90,6 +91,7 @@ pub(crate) fn hyper(t: &mut Timing) -> Result<()> {
             let operands = [&source, &gates, &rows];
             t.stream.gate_ngrams(operands, &mut y, m, DIMS)
         })?;
+        t.stream.write_spans(&mut spans, &[span(m, 0)], m)?;
         t.alone(&what("convolve_ngrams"), 16 * m * all, |_| {
             let rows = ConvolvedRows {
                 normed: &source,
@@ -103,7 +105,7 @@ pub(crate) fn hyper(t: &mut Timing) -> Result<()> {
                 all: &kept,
                 first: 0,
             };
-            (t.stream).convolve_ngrams(rows, &[span(m, 0)], layer, m, &places)
+            (t.stream).convolve_ngrams(rows, &spans, layer, m, &places)
         })?;
     }
     Ok(())
@@ -142,6 +144,7 @@ pub(crate) fn indexer(t: &mut Timing) -> Result<()> {
         slots: 2,
         images: 0,
     };
+    let mut spans = StreamSpans::new(&t.gpu, 1, places, 2)?;
     for (m, depth) in [(1, 8192), (1, POSITIONS - 1), (M, 8192), (M, POSITIONS - M)] {
         let rows: Vec<Row> = (0..m)
             .map(|row| Row {
@@ -156,15 +159,18 @@ pub(crate) fn indexer(t: &mut Timing) -> Result<()> {
             eps: 1e-6,
         };
         let what = |op: &str| format!("{op} {m} rows at {depth}");
+        t.stream.write_spans(&mut spans, &[span(m, depth)], m)?;
+        let scored = chosen.scored(&[span(m, depth)]);
         let keys = depth / SIZES.block * INDEX_DIM * 4;
         t.alone(&what("choose_positions"), keys, |_| {
             let layer = LayerRows {
                 all: &kept,
                 first: 0,
             };
-            let (cache, spans) = (pages.layer(0), [span(m, depth)]);
-            let to = &mut chosen;
-            (t.stream).choose_positions(&mut index, &rows, &spans, &vectors, cache, layer, to, m)
+            let (cache, to) = (pages.layer(0), &mut chosen);
+            (t.stream).choose_positions(
+                &mut index, &rows, &spans, &vectors, cache, layer, to, &scored, m,
+            )
         })?;
         let read = m * SIZES.most * SIZES.block * SIZES.kv_heads * 256 * 4;
         t.alone(&what("attend_chosen"), read, |_| {

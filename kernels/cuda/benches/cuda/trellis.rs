@@ -145,8 +145,8 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
                             eps: 1e-6,
                         };
                         let output = match product.ends_with("gate_up") {
-                            true => GemvOutput::Silu(norm, &mut y),
-                            false => GemvOutput::Store(norm, &mut y),
+                            true => GemvOutput::Silu(Some(norm), &mut y),
+                            false => GemvOutput::Store(Some(norm), &mut y),
                         };
                         match m {
                             1 => t.stream.gemv(w, &x, output, false),

@@ -8,6 +8,9 @@ use nq_model::forward::Layer;
 use nq_model::{Experts, LayerSpec, LinearKind, ModelConfig, Product};
 use nq_runtime::stacks::{self, StackedLinear, Stacks};
 
+/// Most experts in a stack: the shared one stands behind those that are chosen among.
+const MOST_STACKED: usize = MOST_EXPERTS + 1;
+
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 
@@ -40,7 +43,7 @@ impl HeldLayer {
             spec,
             stacks: match experts_on_host {
                 true => Stacks::apart(spec),
-                false => Stacks::with_shared(c, spec, MOST_EXPERTS, kind),
+                false => Stacks::with_shared(c, spec, MOST_STACKED, kind),
             },
             experts_on_host,
         }
@@ -90,5 +93,5 @@ pub(super) fn stack(product: &Product) -> Stack {
 
 /// The largest mixture that [`mixture`] gives.
 pub(super) fn largest_mixture(shape: &Experts) -> Experts {
-    stacks::largest_mixture(shape, MOST_EXPERTS)
+    stacks::largest_mixture(shape, MOST_STACKED)
 }

@@ -6,7 +6,7 @@ use super::held::{CudaLayer, HeldLayer, stack};
 use super::host_experts::HostExperts;
 use super::layer::CudaLayers;
 use super::part::GpuPart;
-use super::pass::{Context, Mixing, StreamGains, few_rows};
+use super::pass::{Context, few_rows};
 use super::request::MemoryRequest;
 use super::residency::{BankLayers, ModelBank};
 use super::served::check_shape;
@@ -19,7 +19,7 @@ use super::weights::{
 use crate::bank::StageSizes;
 use crate::{
     Buffer, Checked, DeviceLinear, DevicePages, DeviceStates, Gpu, HalfRows, HostStage, PackedKind,
-    RowsOut, Stack, Stream, Uploader,
+    RowsOut, Stack, Stream, StreamMixing, Uploader,
 };
 use nq_formats::{Progress, Scheme, Weight, WeightStore, human_bytes};
 use nq_kernels::registry::WeightKind;
@@ -457,10 +457,22 @@ impl CudaModel {
         }
     }
 
-    /// True if it has recorded steps of few rows. Rows of several streams, and those of the reference kernels, pass as rows of
-    /// prompts do.
+    /// True if it has recorded steps of few rows whose tokens the device draws. Tokens that follow one another in several
+    /// streams are drawn on the host, which looks up their n-grams; and the reference kernels pass over all rows alike.
     pub(super) fn has_steps(&self) -> bool {
         self.kernels == KernelSet::Fused && self.mix.is_none()
+    }
+
+    /// What weighs several streams behind the last layer.
+    pub(super) fn mixing(&self) -> Option<StreamMixing<'_>> {
+        let [down, up] = self.mix.as_ref()?;
+        Some(StreamMixing {
+            gain: &self.norm,
+            eps: self.config.rms_norm_eps,
+            down,
+            up,
+            inject: None,
+        })
     }
 
     /// Computes what the head reads of the listed rows behind the last layer: `m` rows of `x`, or of `streams`.
@@ -474,14 +486,8 @@ impl CudaModel {
         m: usize,
     ) -> nq_kernels::Result<()> {
         let (gain, eps) = (&self.norm, self.config.rms_norm_eps);
-        match (streams, &self.mix) {
-            (Some(streams), Some([down, up])) => {
-                let mixing = Mixing {
-                    norm: StreamGains { gain, eps },
-                    down,
-                    up,
-                    inject: None,
-                };
+        match (streams, self.mixing()) {
+            (Some(streams), Some(mixing)) => {
                 streams.read(stream, &mixing, Some(wanted), out, None, m)
             }
             _ => stream.rms_norm(x, Some(wanted), gain, out, m, eps),

@@ -35,7 +35,7 @@ use nq_runtime::interface::Observer;
 pub(super) use observed::fetch;
 use products::{AddedInput, Head};
 pub(super) use products::{Inputs, Product};
-pub(super) use streams::{Mixing, StreamGains, StreamPass};
+pub(super) use streams::StreamPass;
 
 /// What all layers of a pass share.
 #[derive(Clone, Copy)]
@@ -190,6 +190,18 @@ fn rates_of<'a>(rates: &'a mut Option<&mut Buffer<f32>>) -> &'a mut Buffer<f32> 
     }
 }
 
+/// The rows that products multiply, and their norm: what a block has read of several streams is multiplied as it is.
+fn read_rows<'b>(
+    streams: &'b Option<StreamPass<'_>>,
+    x: &'b Buffer<f32>,
+    norm: Norm<'b>,
+) -> (&'b Buffer<f32>, Option<Norm<'b>>) {
+    match streams {
+        Some(streams) => (&streams.rows.block, None),
+        None => (x, Some(norm)),
+    }
+}
+
 /// The rows of a mixture's experts.
 fn experts_of<'a>(experts: &'a mut Option<&mut ExpertRows>) -> &'a mut ExpertRows {
     match experts {
@@ -233,7 +245,9 @@ impl<'a> Pass<'a> {
         logits: &mut Buffer<f32>,
         best: &mut Buffer<[f32; 2]>,
     ) -> Result<()> {
-        self.norm(gain)?;
+        if self.streams.is_none() {
+            self.norm(gain)?;
+        }
         let on = self.on;
         let product = Product {
             stream: on.stream,
@@ -247,7 +261,8 @@ impl<'a> Pass<'a> {
             Some(part) => Head::Part(part),
             None => Head::Whole(logits, best),
         };
-        (self.inputs).head(product, self.rows.x, on.norm(gain), to)?;
+        let (x, norm) = read_rows(&self.streams, self.rows.x, on.norm(gain));
+        (self.inputs).head(product, x, norm, to)?;
         let size = Dims::new(self.m, on.config.vocab_size);
         gather_logits(on.stream, self.ranks.as_deref(), logits, Some(best), size)
     }
@@ -382,7 +397,7 @@ impl Verbs for Pass<'_> {
         // kernel depend: the first product of a step ensures that.
         let holds_dependents = layer == 0 && to == Projection::Mixer;
         let (on, key) = (self.on, ProductKey::new(layer, w.spec));
-        let (norm, product) = (on.norm(norm), self.product(w, holds_dependents));
+        let product = self.product(w, holds_dependents);
         let Rows {
             x,
             qkv,
@@ -390,6 +405,7 @@ impl Verbs for Pass<'_> {
             experts,
             ..
         } = &mut self.rows;
+        let (x, norm) = read_rows(&self.streams, x, on.norm(norm));
         let added = AddedInput::Normed(x, norm);
         let y = match to {
             Projection::Gated => match self.adapted.as_mut().filter(|a| a.changes(key)) {
@@ -425,6 +441,14 @@ impl Verbs for Pass<'_> {
         let size = Dims::new(heads.heads, on.config.head_dim);
         // Only the device knows how many keys and values are read.
         let key = ("attention", "fused", size);
+        if let Some(StreamPass { rows, at, .. }) = &self.streams
+            && rows.index.is_some()
+        {
+            stream.timed(("append", "fused", size), 0, || {
+                stream.append(qkv, at, &heads, cache, m)
+            })?;
+            return stream.timed(key, 0, || self.attend_to_chosen(&heads, cache));
+        }
         match &mut self.sequences {
             Sequences::Step {
                 step,
@@ -455,9 +479,6 @@ impl Verbs for Pass<'_> {
                 stream.timed(("append", "fused", size), 0, || {
                     stream.append(qkv, rows, &heads, cache, m)
                 })?;
-                if self.streams.is_some() {
-                    return stream.timed(key, 0, || self.attend_to_chosen(&heads, cache));
-                }
                 let heads = heads.heads;
                 match &mut self.inputs {
                     Inputs::Half {

@@ -31,6 +31,7 @@ use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
 use images::SessionImages;
 use memory::SessionMemory;
+use nq_kernels::KernelSet;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::images::SequenceImages;
 use nq_runtime::interface::{
@@ -347,7 +348,8 @@ impl Session for CudaSession {
     ) -> Result<Logits<'_>> {
         self.check_chunks(chunks)?;
         self.logits.clear();
-        let steps = self.model.has_steps() && observer.is_none() && self.is_idle();
+        let fused = self.model.kernels == KernelSet::Fused;
+        let steps = fused && observer.is_none() && self.is_idle();
         let ran = match chunks {
             [] => Ok(()),
             chunks if steps && self.fit_a_step(chunks) => self.forward_step(chunks),

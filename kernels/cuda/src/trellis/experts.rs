@@ -30,8 +30,10 @@ use std::ops::Range;
 pub(crate) struct ScoredRows<'a> {
     /// Gate and up: `[m, inputs]`; down: `[m, per_token, inputs]`.
     pub(crate) x: &'a Buffer<f32>,
-    /// Of gate and up.
+    /// Of gate and up, unless these take rows as they are.
     pub(crate) norm: Option<Norm<'a>>,
+    /// Gate and up, not down.
+    pub(crate) up: bool,
     /// Gate and up: `[m, per_token, rows / 2]`; down: `[m, rows]`, to which products are added.
     pub(crate) out: &'a Buffer<f32>,
     /// `[m, experts]`
@@ -275,7 +277,7 @@ impl Stream {
         let room = self.trellis_room(o)?;
         let (m, k, inputs, role) = (rows.m, chosen(e), stack.inputs, stack.role);
         let up = role != Role::Down;
-        if up != rows.norm.is_some() {
+        if up != rows.up {
             return o.refuse("a stack", "gate and up, or down", "the other");
         }
         let (groups, of_x) = (m * k, if up { m } else { m * k });

@@ -73,7 +73,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         let mut last: Option<Vec<f32>> = None;
         for _ in 0..2 {
             let mut y = guarded(gpu, &vec![GUARD; m * out]);
-            let output = GemvOutput::Store(norm, &mut y);
+            let output = GemvOutput::Store(Some(norm), &mut y);
             stream
                 .gemv_batch(&packed, &x, output, &mut columns, m, false)
                 .unwrap();
@@ -91,7 +91,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         let blocks = best_len(gpu, &packed, m).unwrap();
         if m > 1 {
             let mut best = gpu.zeros("a test", m * blocks).unwrap();
-            let output = GemvOutput::Head(norm, &mut logits, &mut best);
+            let output = GemvOutput::Head(Some(norm), &mut logits, &mut best);
             stream
                 .gemv_batch(&packed, &x, output, &mut columns, m, true)
                 .unwrap();
@@ -204,7 +204,7 @@ fn gates_and_ups_of_several_sequences() {
             let mut columns = Columns::new(&gpu, MOST_SEQUENCES, inp).unwrap();
             for m in SEQUENCES {
                 let mut y = guarded(&gpu, &vec![GUARD; m * width]);
-                let output = GemvOutput::Silu(norm, &mut y);
+                let output = GemvOutput::Silu(Some(norm), &mut y);
                 stream
                     .gemv_batch(&packed, &x, output, &mut columns, m, false)
                     .unwrap();

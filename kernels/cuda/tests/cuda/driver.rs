@@ -143,7 +143,7 @@ fn graphs_share_in_their_memory() {
             gain: &gain,
             eps: 1e-6,
         };
-        stream.gemv(&w, &x, GemvOutput::Store(norm, y), false)
+        stream.gemv(&w, &x, GemvOutput::Store(Some(norm), y), false)
     };
     product(&mut y).unwrap(); // loads the kernel
     let graph = stream.record(|| product(&mut y)).unwrap();

@@ -92,8 +92,12 @@ fn check(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Experts
         let mut last: Option<Vec<f32>> = None;
         for _ in 0..2 {
             let mut y = guarded(gpu, &x[..m * hidden]);
-            let mut gated = guarded(gpu, &vec![GUARD; m * gated_width(e)]);
-            let on = (&y, norm);
+            let padded = e.width.next_multiple_of(256);
+            let gated: Vec<f32> = (0..m * gated_width(e))
+                .map(|i| if i % padded < e.width { GUARD } else { 0.0 })
+                .collect();
+            let mut gated = guarded(gpu, &gated);
+            let on = (&y, Some(norm));
             stream
                 .experts_up(&gate_up, on, &on_device, &mut gated, e, m)
                 .unwrap();
@@ -198,6 +202,11 @@ fn with_every_kind(check: fn(&Gpu, &Stream, &Stacks, usize, &Experts)) {
         {
             check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
         }
+    }
+    // Widths that are no whole spans of 256.
+    for e in [experts(6, 3, 640, true), sharing(experts(4, 2, 192, true))] {
+        let make = |out, inp, seed| affine(INT4, out, inp, None, seed);
+        check(&gpu, &stream, &Stacks::new(336, &e, make), 336, &e);
     }
     for dtype in [DType::F16, DType::BF16] {
         let make = |out, inp, seed| dense(dtype, out, inp, seed);
@@ -325,39 +334,65 @@ fn experts_in_real_shapes() {
 fn ties_and_scores_that_are_no_numbers() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    let (hidden, e) = (64, experts(40, 3, 256, true));
+    for e in [experts(40, 3, 256, true), experts(500, 10, 32, true)] {
+        check_ties(&gpu, &stream, &e);
+    }
+}
+
+fn check_ties(gpu: &Gpu, stream: &Stream, e: &Experts) {
+    let hidden = 64;
     let make = |out, inp, seed| dense(DType::F16, out, inp, seed);
-    let stacks = Stacks::new(hidden, &e, make);
-    let gate_up = pack(&gpu, &[&stacks.gate, &stacks.up], Stack::Interleave);
-    let down = pack(&gpu, &[&stacks.down], Stack::Concat);
+    let stacks = Stacks::new(hidden, e, make);
+    let gate_up = pack(gpu, &[&stacks.gate, &stacks.up], Stack::Interleave);
+    let down = pack(gpu, &[&stacks.down], Stack::Concat);
     let (x, gain) = (normal(hidden, 5), vec![1.0; hidden]);
     let gains = gpu.upload("a test", &gain).unwrap();
-    let run = |scores: &[f32]| {
+    let mut rows = GroupedRows::new(gpu, *e, hidden, 1).unwrap();
+    let mut normed = gpu.zeros("a test", 256).unwrap();
+    let mut run = |scores: &[f32], grouped: bool| {
         let norm = Norm {
             gain: &gains,
             eps: 1e-6,
         };
         let scores = gpu.upload("a test", scores).unwrap();
-        let mut y = guarded(&gpu, &x);
-        let mut gated = guarded(&gpu, &vec![GUARD; gated_width(&e)]);
+        let mut y = guarded(gpu, &x);
+        if grouped {
+            let out = RowsOut {
+                half: Some(&mut normed),
+                ..RowsOut::default()
+            };
+            stream.rms_norm(&y, None, &gains, &out, 1, 1e-6).unwrap();
+            stream
+                .group_rows(&normed, &scores, &mut rows, e, 1, [&gate_up, &down])
+                .unwrap();
+            stream.grouped_up(&gate_up, &mut rows).unwrap();
+            stream.grouped_down(&down, &mut rows, &mut y).unwrap();
+            return finish(stream, &y);
+        }
+        let mut gated = guarded(gpu, &vec![0.0; gated_width(e)]);
         stream
-            .experts_up(&gate_up, (&y, norm), &scores, &mut gated, &e, 1)
+            .experts_up(&gate_up, (&y, Some(norm)), &scores, &mut gated, e, 1)
             .unwrap();
         stream
-            .experts_down(&down, &gated, &scores, &mut y, &e, 1)
+            .experts_down(&down, &gated, &scores, &mut y, e, 1)
             .unwrap();
-        finish(&stream, &y)
+        finish(stream, &y)
     };
     let mut scores = vec![-1.0; e.count];
-    for equal in [39, 33, 7, 2] {
+    // One more than are chosen, in several warps.
+    for equal in (0..=e.per_token).map(|i| e.count - 1 - i * 3) {
         scores[equal] = 0.5;
     }
-    let added = stacks.expected(&x, &gain, &scores, &e);
-    let change: Vec<f32> = run(&scores).iter().zip(&x).map(|(y, x)| y - x).collect();
-    assert!(nmse(&change, &added) < 1e-7);
+    let added = stacks.expected(&x, &gain, &scores, e);
+    for (grouped, most) in [(false, 1e-7), (true, 1e-6)] {
+        let found = run(&scores, grouped);
+        let change: Vec<f32> = found.iter().zip(&x).map(|(y, x)| y - x).collect();
+        let error = nmse(&change, &added);
+        assert!(error < most, "grouped {grouped}: {error:e}");
+    }
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut scores = normal(e.count, 3);
         scores[11] = bad;
-        assert!(run(&scores).iter().all(|v| v.is_nan()), "{bad}");
+        assert!(run(&scores, false).iter().all(|v| v.is_nan()), "{bad}");
     }
 }

@@ -2,10 +2,13 @@
 
 use super::rows::in_order;
 use super::{GUARD, finish, gpu, guarded};
+use half::f16;
 use nq_cuda::{
-    Buffer, Checked, ConvolvedRows, DeltaSpan, KeptRows, LayerRows, Places, RowsOut, SequenceRows,
-    StreamDims, StreamNorm, StreamWeights, SumsOf,
+    BlockAdds, Buffer, Checked, ConvolvedRows, DeltaSpan, FewStreams, JoinedStreams, KeptRows,
+    LayerRows, Places, RowsOut, SequenceRows, Stack, StreamDims, StreamMixing, StreamNorm,
+    StreamSpans, StreamWeights, SumsOf, Uploader,
 };
+use nq_formats::{Tensor, Weight};
 use nq_kernels::reference;
 use nq_testkit::compare::nmse;
 use nq_testkit::weights::normal;
@@ -145,6 +148,103 @@ fn streams() {
     }
 }
 
+/// The two kernels of few rows, behind what another block has added, are those for many and the products between them.
+#[test]
+fn few_rows() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let upload = |v: &[f32]| gpu.upload("a test", v).unwrap();
+    for (m, streams, width, rank) in [(1, 4, 2560, 320), (3, 2, 16, 24), (8, 3, 560, 344)] {
+        let what = format!("{m} rows of {streams} streams of {width}");
+        let dims = StreamDims { streams, width };
+        let (all, by) = (dims.all(), streams as f32);
+        let [x, gain, added, joins] =
+            [m * all, all, m * width, m * streams].map(|n| normal(n, n as u64));
+        let weight = |rows: usize, inputs: usize, scale: f32| {
+            let values = normal(rows * inputs, rows as u64).into_iter();
+            let values: Vec<f32> = values.map(|v| f16::from_f32(v * scale).to_f32()).collect();
+            let tensor = Tensor::from_f32(vec![rows, inputs], values.clone()).unwrap();
+            let mut uploader = Uploader::new(&gpu).unwrap();
+            let packed = (uploader.pack(&[&Weight::Dense(tensor)], Stack::Concat, false)).unwrap();
+            uploader.finish().unwrap();
+            (values, packed)
+        };
+        let scale = 1.0 / (all as f32).sqrt();
+        let (down, down_on) = weight(rank, all, scale);
+        let (up, up_on) = weight(all, rank, 1.0);
+        let (inject, inject_on) = weight(streams, all, scale);
+        let expected: Vec<f32> = (x.iter().enumerate())
+            .map(|(i, x)| {
+                let (row, c) = (i / all, i % all / width);
+                x + joins[row * streams + c] * added[row * width + i % width]
+            })
+            .collect();
+        let n = normed(&expected, &gain, dims);
+        let product = |w: &[f32], x: &[f32], row: usize| {
+            reference::dot(&w[row * x.len()..(row + 1) * x.len()], x)
+        };
+        let (mut read, mut weights) = (vec![0f32; m * width], Vec::new());
+        for (n, read) in n.chunks(all).zip(read.chunks_mut(width)) {
+            let low = (0..rank).map(|r| reference::silu(product(&down, n, r) / by));
+            let low: Vec<f32> = low.collect();
+            weights.extend((0..streams).map(|c| 2.0 * sigmoid(product(&inject, n, c) / by)));
+            for (i, n) in n.iter().enumerate() {
+                read[i % width] += sigmoid(product(&up, &low, i)) * n / by;
+            }
+        }
+        let gain = upload(&gain);
+        let end = StreamMixing {
+            gain: &gain,
+            eps: 1e-6,
+            down: &down_on,
+            up: &up_on,
+            inject: None,
+        };
+        let block = StreamMixing {
+            inject: Some(&inject_on),
+            ..end
+        };
+        assert!(block.fits(m, dims) && !block.fits(9, dims), "{what}");
+        let mut few = FewStreams::new(&gpu, m, dims, rank).unwrap();
+        let mut to = guarded(&gpu, &vec![GUARD; m * all]);
+        let on_device = upload(&x);
+        let joined = JoinedStreams {
+            added: &upload(&added),
+            weights: &upload(&joins),
+            to: &mut to,
+        };
+        stream
+            .contract_low(&block, &on_device, Some(joined), &mut few, m, dims)
+            .unwrap();
+        let mut y = guarded(&gpu, &vec![GUARD; m * width]);
+        let mut zero = guarded(&gpu, &vec![GUARD; m * width]);
+        let mut found = guarded(&gpu, &vec![GUARD; m * streams]);
+        let adds = BlockAdds {
+            added: &mut zero,
+            weights: &mut found,
+        };
+        stream
+            .contract_mix(&block, &to, &few, &mut y, Some(adds), m, dims)
+            .unwrap();
+        assert!(nmse(&finish(&stream, &to), &expected) < 1e-12, "{what}");
+        assert!(nmse(&finish(&stream, &found), &weights) < 1e-6, "{what}");
+        assert_eq!(finish(&stream, &zero), vec![0.0; m * width], "{what}");
+        let first = finish(&stream, &y);
+        let error = nmse(&first, &read);
+        assert!(error < 1e-5, "{what}: {error:e}");
+        // The head adds nothing, and streams that nothing is added to stay where they are.
+        stream
+            .contract_low(&end, &to, None, &mut few, m, dims)
+            .unwrap();
+        stream
+            .contract_mix(&end, &to, &few, &mut y, None, m, dims)
+            .unwrap();
+        assert_eq!(finish(&stream, &y), first, "{what}");
+        let refused = stream.contract_low(&end, &to, None, &mut few, 9, dims);
+        assert!(refused.is_err());
+    }
+}
+
 #[test]
 fn ngrams() {
     const LEN: usize = 61;
@@ -189,6 +289,7 @@ fn ngrams() {
     };
     let words = 8 + (TAPS - 1) * dilation * c;
     let mut kept = KeptRows::new(&gpu, 4, words).unwrap();
+    let mut on_device = StreamSpans::new(&gpu, 2, places, 4).unwrap();
     let weights_on = upload(&weights);
     let mut position = 0;
     let mut worst = 0f64;
@@ -221,7 +322,10 @@ fn ngrams() {
             first: 8,
         };
         stream
-            .convolve_ngrams(rows, &spans, layer, 2 * count, &places)
+            .write_spans(&mut on_device, &spans, 2 * count)
+            .unwrap();
+        stream
+            .convolve_ngrams(rows, &on_device, layer, 2 * count, &places)
             .unwrap();
         let expected: Vec<f32> = (x.iter().enumerate())
             .map(|(i, x)| {
@@ -258,8 +362,9 @@ fn ngrams() {
                 all: &kept,
                 first: 8,
             };
+            stream.write_spans(&mut on_device, &spans, count).unwrap();
             stream
-                .convolve_ngrams(rows, &spans, layer, count, &places)
+                .convolve_ngrams(rows, &on_device, layer, count, &places)
                 .unwrap();
             let expected: Vec<f32> = (0..count * c)
                 .map(|i| gated[first * c + i] + convolved(first + i / c, i % c))

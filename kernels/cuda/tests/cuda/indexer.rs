@@ -5,7 +5,7 @@ use super::{GUARD, finish, gpu, guarded};
 use half::f16;
 use nq_cuda::{
     Checked, ChosenBlocks, DeltaSpan, DevicePages, Heads, INDEX_DIM, IndexSizes, IndexVectors,
-    KeptRows, LayerRows, PageEntry, PagesShape, Places, Row, RowsOut, SequenceRows,
+    KeptRows, LayerRows, PageEntry, PagesShape, Places, Row, RowsOut, SequenceRows, StreamSpans,
 };
 use nq_kernels::pages::KvType;
 use nq_kernels::reference;
@@ -153,6 +153,7 @@ fn chosen_positions() {
 
     let kept = KeptRows::new(&gpu, 4, 4 + SIZES.block * INDEX_DIM).unwrap();
     let mut chosen = ChosenBlocks::new(&gpu, SIZES, 200, places.positions).unwrap();
+    let mut spans = StreamSpans::new(&gpu, 1, places, 4).unwrap();
     let gains = gains.each_ref().map(|g| upload(g));
     let head_gains = head_gains.each_ref().map(|g| upload(g));
     let vectors = IndexVectors {
@@ -192,15 +193,18 @@ fn chosen_positions() {
         };
         let mut index = guarded(&gpu, &raw[position * width..(position + count) * width]);
         let cache = pages.layer(1);
+        stream.write_spans(&mut spans, &[span], count).unwrap();
+        let scored = chosen.scored(&[span]);
         stream
             .choose_positions(
                 &mut index,
                 &rows,
-                &[span],
+                &spans,
                 &vectors,
                 cache,
                 layer,
                 &mut chosen,
+                &scored,
                 count,
             )
             .unwrap();
@@ -247,11 +251,12 @@ fn chosen_positions() {
     let refused = stream.choose_positions(
         &mut index,
         &rows,
-        &[],
+        &spans,
         &vectors,
         pages.layer(0),
         layer,
         &mut wrong,
+        &[],
         1,
     );
     assert!(refused.is_err());
@@ -262,11 +267,12 @@ fn chosen_positions() {
     let refused = stream.choose_positions(
         &mut index,
         &rows,
-        &[],
+        &spans,
         &vectors,
         pages.layer(0),
         layer,
         &mut chosen,
+        &[],
         1,
     );
     assert!(refused.unwrap_err().to_string().contains("multiples of 4"));

@@ -187,7 +187,7 @@ impl Plain {
     ) {
         let norm = |gain| Norm { gain, eps: 1e-6 };
         for (i, w) in layers.iter().enumerate() {
-            let out = GemvOutput::Store(norm(&w.gains[0]), &mut self.qkv);
+            let out = GemvOutput::Store(Some(norm(&w.gains[0])), &mut self.qkv);
             stream.gemv(&w.qkv, x, out, false).unwrap();
             let out = AttentionOutput::Full(&mut self.attended);
             if let Some(delta) = &w.delta {
@@ -231,17 +231,17 @@ impl Plain {
                 .gemv(&w.o, &self.attended, GemvOutput::Add(x), false)
                 .unwrap();
             let (Some((_, router)), Some(shape)) = (&w.router, experts) else {
-                let out = GemvOutput::Silu(norm(&w.gains[1]), &mut self.gated);
+                let out = GemvOutput::Silu(Some(norm(&w.gains[1])), &mut self.gated);
                 stream.gemv(&w.gate_up, x, out, false).unwrap();
                 stream
                     .gemv(&w.down, &self.gated, GemvOutput::Add(x), false)
                     .unwrap();
                 continue;
             };
-            let out = GemvOutput::Store(norm(&w.gains[1]), &mut self.scores);
+            let out = GemvOutput::Store(Some(norm(&w.gains[1])), &mut self.scores);
             stream.gemv(router, x, out, false).unwrap();
             let (up, gated, scores) = (&w.gate_up, &mut self.gated, &self.scores);
-            let inputs = (&*x, norm(&w.gains[1]));
+            let inputs = (&*x, Some(norm(&w.gains[1])));
             stream
                 .experts_up(up, inputs, scores, gated, shape, 1)
                 .unwrap();

@@ -354,7 +354,12 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     for _ in 0..2 {
         let mut y = guarded(gpu, &vec![GUARD; out]);
         stream
-            .gemv(&packed, &x_device, GemvOutput::Store(norm, &mut y), false)
+            .gemv(
+                &packed,
+                &x_device,
+                GemvOutput::Store(Some(norm), &mut y),
+                false,
+            )
             .unwrap();
         let found = finish(stream, &y);
         let error = nmse(&pick(&found), &expected);
@@ -389,7 +394,7 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     let mut best = gpu
         .zeros("a test", best_len(gpu, &packed, 1).unwrap())
         .unwrap();
-    let output = GemvOutput::Head(norm, &mut logits, &mut best);
+    let output = GemvOutput::Head(Some(norm), &mut logits, &mut best);
     stream.gemv(&packed, &x_device, output, true).unwrap();
     let found = finish(stream, &logits);
     assert!(
@@ -529,7 +534,12 @@ fn gates_and_ups() {
             };
             let mut y = guarded(&gpu, &vec![GUARD; width]);
             stream
-                .gemv(&packed, &x_device, GemvOutput::Silu(norm, &mut y), false)
+                .gemv(
+                    &packed,
+                    &x_device,
+                    GemvOutput::Silu(Some(norm), &mut y),
+                    false,
+                )
                 .unwrap();
             let error = nmse(&finish(&stream, &y), &expected_row);
             assert!(error < tolerance, "gemv {name}: {error:e}");

@@ -219,7 +219,7 @@ fn products_of_gathered_inputs() {
                 for normed in [true, false] {
                     all.push(products(&mut |y| {
                         let out = match normed {
-                            true => GemvOutput::Store(norm, y),
+                            true => GemvOutput::Store(Some(norm), y),
                             false => GemvOutput::Add(y),
                         };
                         match m {

@@ -124,9 +124,9 @@ fn step(
     let mut run = || {
         let mut y = guarded(gpu, fill);
         let output = match kind {
-            Kind::Store => GemvOutput::Store(norm, &mut y),
+            Kind::Store => GemvOutput::Store(Some(norm), &mut y),
             Kind::Add => GemvOutput::Add(&mut y),
-            Kind::Silu => GemvOutput::Silu(norm, &mut y),
+            Kind::Silu => GemvOutput::Silu(Some(norm), &mut y),
         };
         match m {
             1 => stream.gemv(w, x, output, false).unwrap(),
@@ -202,7 +202,7 @@ pub(super) fn check_step_of(gpu: &Gpu, parts: &[Weight], head: bool) {
         let mut best = gpu.zeros::<[f32; 2]>("a test", m * strips).unwrap();
         let mut columns = Columns::new(gpu, MOST_SEQUENCES, inputs).unwrap();
         let mut y = guarded(gpu, &residual[..n]);
-        let out = GemvOutput::Head(norm, &mut y, &mut best);
+        let out = GemvOutput::Head(Some(norm), &mut y, &mut best);
         match m {
             1 => stream.gemv(&packed, &device_x, out, false).unwrap(),
             _ => stream

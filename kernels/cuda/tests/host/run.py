@@ -47,7 +47,7 @@ def main():
     for source in [*(CUDA / h for h in HEADERS), *(HERE / s for s in STAND_INS)]:
         shutil.copy(source, folder)
     compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-D__NV_NO_HOST_COMPILER_CHECK", f"-I{folder}", f"-I{include()}"]
+    flags = ["-std=c++17", "-O2", "-w", "-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-D__NV_NO_HOST_COMPILER_CHECK", f"-I{folder}", f"-I{include()}"]
 
     def test(name):
         """What the test says, and whether it passes. Each compiler takes minutes of one core."""

@@ -107,6 +107,65 @@ void streams() {
     check("gates of n-grams", worst, 1e-5);
 }
 
+// What a block reads of few rows, behind what another has added, with weights of FP16 in records.
+void few_rows(int m, int width, int streams, int rank) {
+    const int channels = width * streams, spans = (channels + 255) / 256, low_tiles = (rank + 15) / 16, outputs = 16 * (low_tiles + 1);
+    const int parts = (spans + LOW_SPANS - 1) / LOW_SPANS, up_spans = (rank + 255) / 256;
+    const std::vector<float> x = draw(m * channels), added = draw(m * width), by = draw(m * streams), gain = draw(channels);
+    auto packed = [&](const std::vector<float>& w, int rows, int inputs) {
+        const int spans = (inputs + 255) / 256;
+        std::vector<__half> records(size_t((rows + 15) / 16) * spans * RECORD_WORDS * 8, __float2half(0.f));
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < inputs; k++) {
+                const int c = k % 256 / 32, i = k % 8, lane = r % 8 * 4 + k % 32 / 8;
+                const size_t record = size_t(r / 16) * spans + k / 256;
+                records[record * RECORD_WORDS * 8 + ((2 * c + i / 4) * 32 + lane) * 8 + i % 4 / 2 * 4 + r % 16 / 8 * 2 + i % 2] = __float2half(w[r * inputs + k]);
+            }
+        return records;
+    };
+    auto halves = [&](std::vector<float> w) {
+        for (float& v : w) v = __half2float(__float2half(v));
+        return w;
+    };
+    const std::vector<float> down = halves(draw(rank * channels, .1f)), inject = halves(draw(streams * channels, .1f)), up = halves(draw(channels * rank));
+    const std::vector<__half> down_on = packed(down, rank, channels), inject_on = packed(inject, streams, channels), up_on = packed(up, channels, rank);
+    std::vector<float> joined(m * channels), sums(parts * m * outputs), scales(m * streams), y(m * width), zero(m * width, 1.f), weights(m * streams);
+    auto words = [](const std::vector<__half>& v) { return reinterpret_cast<const uint4*>(v.data()); };
+    ContractLowArgs low = {x.data(), added.data(), by.data(), joined.data(), gain.data(), words(down_on), words(inject_on), sums.data(), scales.data(),
+                           m, streams, width, low_tiles, spans, outputs, 1e-6f, 2.f, .5f};
+    launch(Grid(low_tiles + 1, parts), LOW_THREADS, 1, [&] { contract_low(low); });
+    ContractMixArgs mix = {sums.data(), joined.data(), scales.data(), gain.data(), words(up_on), y.data(), zero.data(), weights.data(),
+                           parts, m, streams, width, rank, 16 * low_tiles, outputs, up_spans, .25f};
+    launch(Grid(width / 16, 1), streams * 32, 1, [&] { contract_mix(mix); });
+    double of_joined = 0, of_weights = 0, of_read = 0;
+    for (int i = 0; i < m; i++) {
+        std::vector<double> n(channels), mixed(rank), read(width);
+        for (int c = 0; c < streams; c++) {
+            double square = 0;
+            for (int k = 0; k < width; k++) {
+                const double v = x[(i * streams + c) * width + k] + double(by[i * streams + c]) * added[i * width + k];
+                of_joined = std::max<double>(of_joined, fabs(v - joined[(i * streams + c) * width + k]));
+                n[c * width + k] = v, square += v * v;
+            }
+            for (int k = 0; k < width; k++) n[c * width + k] *= gain[c * width + k] / sqrt(square / width + 1e-6);
+        }
+        for (int r = 0; r < rank + streams; r++) {
+            double sum = 0;
+            for (int k = 0; k < channels; k++) sum += n[k] * (r < rank ? 2. * down[r * channels + k] : .5 * inject[(r - rank) * channels + k]) / streams;
+            if (r < rank) mixed[r] = sum * gate(sum);
+            else of_weights = std::max<double>(of_weights, fabs(2 * gate(sum) - weights[i * streams + r - rank]));
+        }
+        for (int k = 0; k < channels; k++) {
+            double sum = 0;
+            for (int r = 0; r < rank; r++) sum += .25 * up[k * rank + r] * mixed[r];
+            read[k % width] += gate(sum) * n[k] / streams;
+        }
+        for (int k = 0; k < width; k++) of_read = std::max<double>(of_read, fabs(read[k] - y[i * width + k]));
+    }
+    check("streams with what was added", of_joined, 1e-6), check("weights of streams of few rows", of_weights, 4e-3);
+    check("what is read of few rows", of_read, 2e-2), check("what blocks add to", *std::max_element(zero.begin(), zero.end()), 0);
+}
+
 // Two sequences in pieces, one with a snapshot, against the whole of each at once.
 void convolutions() {
     const int channels = 300, taps = 4, dilation = 3, kept_rows = 9, length = 25, places = 4;
@@ -133,7 +192,8 @@ void convolutions() {
         args.kept = {kept.data(), kept_rows * channels};
         args.channels = channels, args.count = taps, args.dilation = dilation;
         const int mark = count > 5 ? 4 : 0;
-        args.spans[0] = {0, count, position, 2, mark, 3}, args.spans[1] = {count, count, position, 0, 0, 0};
+        const StreamSpan spans[2] = {{0, count, position, 2, mark, 3}, {count, count, position, 0, 0, 0}};
+        args.spans = spans;
         launch(Grid(2, 2), STREAM_THREADS, 1, [&] { convolve_ngrams(args); });
         for (int i = 0; i < m * channels; i++)
             worst = std::max<double>(worst, fabs(x[i] - wanted(i / channels / count, position + i / channels % count, i % channels)));
@@ -192,7 +252,8 @@ void sparse() {
         args.blocks = {keys.data(), tables, table_len, block}, args.kept = {kept.data(), block * INDEX_DIM};
         args.m = count, args.heads = heads, args.eps = 1e-6f;
         const int mark = count >= 5 ? 5 : 0;
-        args.spans[0] = {0, count, position, slot, mark, place};
+        const StreamSpan span = {0, count, position, slot, mark, place};
+        args.spans = &span;
         launch(Grid(count, 2), INDEX_THREADS, 1, [&] { index_queries(args); });
         launch(Grid(2, 1), INDEX_THREADS, 1, [&] { index_keys(args); });
         launch(Grid(1, 1), INDEX_THREADS, 1, [&] { keep_index_keys(args); });
@@ -277,6 +338,7 @@ void sparse() {
 
 int main() {
     streams();
+    few_rows(1, 640, 4, 40), few_rows(3, 16, 4, 24), few_rows(8, 560, 3, 344);
     convolutions();
     sparse();
     printf("several streams, n-grams and indexers on the host: %d passed, %d failed\n", passed, failed);

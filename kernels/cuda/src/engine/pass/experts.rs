@@ -1,6 +1,6 @@
 //! The experts of a pass's rows.
 
-use super::{Inputs, Pass, Sequences, experts_of};
+use super::{Inputs, Pass, Sequences, experts_of, read_rows};
 use crate::engine::layer::mixture;
 use crate::engine::session::buffers::{ExpertRows, GROUPED_ROWS};
 use crate::engine::session::rank_rows::added_to;
@@ -20,7 +20,7 @@ impl Pass<'_> {
         experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
         let (on, m) = (self.on, self.m);
-        let (stream, norm) = (on.stream, on.norm(gain));
+        let stream = on.stream;
         let shape = &mixture(on.config, experts);
         let (all, each) = (
             stacked(shape),
@@ -52,7 +52,7 @@ impl Pass<'_> {
             )
         };
         let (up, down) = (&experts.gate_up, &experts.down);
-        // Rows of several streams are not normalized by products.
+        // Rows of several streams, but for those of a step, are in FP16.
         let least = if self.streams.is_some() {
             1
         } else {
@@ -88,7 +88,8 @@ impl Pass<'_> {
         }
         let part = |w: &DeviceLinear| w.bytes() / all * each;
         stream.timed(key(up), m * part(&up.linear), || {
-            stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
+            let rows = read_rows(&self.streams, x, on.norm(gain));
+            stream.experts_up(&up.linear, rows, scores, gated, shape, m)
         })?;
         stream.timed(key(down), m * part(&down.linear), || {
             let to = added_to(x, &mut self.ranks);

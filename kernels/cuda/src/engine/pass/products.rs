@@ -12,8 +12,8 @@ use nq_model::forward::Operand;
 /// The inputs of a product that an adapter adds to.
 #[derive(Clone, Copy)]
 pub(in crate::engine) enum AddedInput<'a> {
-    /// The rows of the residual stream, normalized.
-    Normed(&'a Buffer<f32>, Norm<'a>),
+    /// The rows of the residual stream, normalized, or what was read of several.
+    Normed(&'a Buffer<f32>, Option<Norm<'a>>),
     /// What a mixer has made.
     Operand(Operand),
 }
@@ -105,12 +105,12 @@ impl Product<'_> {
 }
 
 impl Inputs<'_> {
-    /// Stores the product of the rows of `x`, normalized, in `y`.
+    /// Stores the product of the rows of `x`, normalized if there is a norm, in `y`.
     pub(super) fn store(
         &mut self,
         product: Product<'_>,
         x: &Buffer<f32>,
-        norm: Norm<'_>,
+        norm: Option<Norm<'_>>,
         y: &mut Buffer<f32>,
     ) -> Result<()> {
         match self {
@@ -130,7 +130,7 @@ impl Inputs<'_> {
         &mut self,
         product: Product<'_>,
         x: &Buffer<f32>,
-        norm: Norm<'_>,
+        norm: Option<Norm<'_>>,
     ) -> Result<()> {
         match self {
             Inputs::Full { gated, columns, .. } => {
@@ -253,7 +253,7 @@ impl Inputs<'_> {
         &mut self,
         product: Product<'_>,
         x: &Buffer<f32>,
-        norm: Norm<'_>,
+        norm: Option<Norm<'_>>,
         to: Head<'_>,
     ) -> Result<()> {
         match self {

@@ -1,14 +1,13 @@
 //! A residual of several streams: what blocks read of it and add to it, tables of n-grams that add to all of it, and
-//! indexers. Only rows of prompts pass through it, of which there may be few.
+//! indexers, over rows of prompts, of which there may be few, or of a recorded step.
 
-use super::{Context, Inputs, Pass, Product, Sequences};
-use crate::engine::session::buffers::Halves;
+use super::{Context, Inputs, Pass, Product};
 use crate::engine::session::stream_rows::{IndexBuffers, NgramBuffers, StreamRows, StreamsKept};
 use crate::indexer::joined;
 use crate::{
-    Buffer, Checked, ConvolvedRows, DeltaSpan, DeviceLinear, GemmOutput, Heads, IndexVectors,
-    LayerPages, MOST_WIDE_SEQUENCES, PartialSums, Row, RowsOut, SequenceRows, StepOutput, Stream,
-    StreamNorm, StreamWeights, SumsOf,
+    BlockAdds, Buffer, Checked, ConvolvedRows, DeviceLinear, GemmOutput, Heads, IndexVectors,
+    JoinedStreams, LayerPages, MOST_WIDE_SEQUENCES, PartialSums, Row, RowsOut, ScoredRows,
+    SequenceRows, StepOutput, Stream, StreamMixing, StreamNorm, StreamWeights, SumsOf,
 };
 use nq_kernels::{Error, KernelSet, Result};
 use nq_model::Dims;
@@ -21,22 +20,10 @@ const DENSE_ROWS: usize = 16;
 pub(in crate::engine) struct StreamPass<'a> {
     pub(in crate::engine) rows: &'a mut StreamRows,
     pub(in crate::engine) kept: &'a StreamsKept,
-}
-
-/// What weighs the streams that a block, or the head, reads.
-pub(in crate::engine) struct Mixing<'a> {
-    pub(in crate::engine) norm: StreamGains<'a>,
-    pub(in crate::engine) down: &'a DeviceLinear, // [rank, streams hidden]
-    pub(in crate::engine) up: &'a DeviceLinear,   // [streams hidden, rank]
-    /// `[streams, streams hidden]`, of a block that adds to streams.
-    pub(in crate::engine) inject: Option<&'a DeviceLinear>,
-}
-
-/// The gains of the norm of each stream, `[streams, hidden]`.
-#[derive(Clone, Copy)]
-pub(in crate::engine) struct StreamGains<'a> {
-    pub(in crate::engine) gain: &'a Buffer<f32>,
-    pub(in crate::engine) eps: f32,
+    /// Where the rows stand.
+    pub(in crate::engine) at: &'a Checked<Row>,
+    /// Of a step, which is recorded: the most blocks that an indexer scores for its row. Where it stands the device knows.
+    pub(in crate::engine) scored: Option<usize>,
 }
 
 /// The sums of the product that was queued last.
@@ -53,7 +40,7 @@ impl StreamRows {
     pub(in crate::engine) fn read(
         &mut self,
         stream: &Stream,
-        mixing: &Mixing<'_>,
+        mixing: &StreamMixing<'_>,
         rows: Option<&Checked<u32>>,
         out: &RowsOut<'_>,
         added: Option<&mut Buffer<f32>>,
@@ -78,8 +65,8 @@ impl StreamRows {
         let norm = StreamNorm {
             x: &self.x,
             rows,
-            gain: mixing.norm.gain,
-            eps: mixing.norm.eps,
+            gain: mixing.gain,
+            eps: mixing.eps,
         };
         timed("norm of streams", &mut || {
             stream.norm_streams(&norm, &mut self.normed, Some(&mut self.half), m, dims)
@@ -131,29 +118,91 @@ impl StreamRows {
             stream.mix_streams(&self.normed, &self.gates, out, added.take(), m, dims)
         })
     }
-}
 
-impl<'a> Pass<'a> {
-    fn streamed(&mut self) -> (&mut StreamPass<'a>, &mut Halves, Context<'a>) {
-        match (&mut self.streams, &mut self.inputs) {
-            (Some(streams), Inputs::Half { halves, .. }) => (streams, halves, self.on),
-            _ => unreachable!("passes over several streams have rows of prompts"),
+    /// As [`StreamRows::read`], of the rows of a step, to `block`. Streams first get what was `added` to them and is pending.
+    pub(in crate::engine) fn read_few(
+        &mut self,
+        stream: &Stream,
+        mixing: &StreamMixing<'_>,
+        added: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        let dims = self.dims;
+        if !mixing.fits(m, dims) {
+            self.join(stream, added, m)?;
+            let mut block = self.block.share();
+            let added = mixing.inject.map(|_| added);
+            return self.read(stream, mixing, None, &RowsOut::full(&mut block), added, m);
+        }
+        let key = |name, w: &DeviceLinear| (name, "f16", Dims::new(w.rows(), w.inputs()));
+        let joins = std::mem::take(&mut self.pending);
+        let joined = joins.then_some(JoinedStreams {
+            added,
+            weights: &self.inject,
+            to: &mut self.joined,
+        });
+        let bytes = mixing.down.bytes() + mixing.inject.map_or(0, DeviceLinear::bytes);
+        let contracted = &mut self.contracted;
+        stream.timed(key("mix_down", mixing.down), bytes, || {
+            stream.contract_low(mixing, &self.x, joined, contracted, m, dims)
+        })?;
+        if joins {
+            std::mem::swap(&mut self.x, &mut self.joined);
+            self.swapped = !self.swapped;
+        }
+        let adds = mixing.inject.map(|_| BlockAdds {
+            added,
+            weights: &mut self.inject,
+        });
+        stream.timed(key("mix_up", mixing.up), mixing.up.bytes(), || {
+            let (x, block) = (&self.x, &mut self.block);
+            stream.contract_mix(mixing, x, &self.contracted, block, adds, m, dims)
+        })
+    }
+
+    /// Adds to the streams what is pending.
+    fn join(&mut self, stream: &Stream, added: &Buffer<f32>, m: usize) -> Result<()> {
+        match std::mem::take(&mut self.pending) {
+            true => self.inject(stream, added, m),
+            false => Ok(()),
         }
     }
 
-    /// The rows of prompts, and their spans.
-    fn prompts(&self) -> (&'a Checked<Row>, &'a [DeltaSpan]) {
-        match &self.sequences {
-            Sequences::Prompts { rows, spans, .. } => (rows, spans),
-            Sequences::Step { .. } => unreachable!("steps are over one stream"),
+    fn inject(&mut self, stream: &Stream, added: &Buffer<f32>, m: usize) -> Result<()> {
+        let key = (
+            "inject into streams",
+            "fused",
+            Dims::new(m, self.dims.width),
+        );
+        stream.timed(key, 0, || {
+            stream.inject_streams(added, &self.inject, &mut self.x, m, self.dims)
+        })
+    }
+}
+
+impl<'a> Pass<'a> {
+    fn streamed(&mut self) -> (&mut StreamPass<'a>, Context<'a>) {
+        match &mut self.streams {
+            Some(streams) => (streams, self.on),
+            None => unreachable!("a residual of several streams"),
+        }
+    }
+
+    /// Computes what the head reads of the streams of a step.
+    pub(in crate::engine) fn contract_end(&mut self, mixing: &StreamMixing<'_>) -> Result<()> {
+        let m = self.m;
+        match &mut self.streams {
+            Some(streams) => (streams.rows).read_few(self.on.stream, mixing, self.rows.x, m),
+            None => Ok(()),
         }
     }
 
     /// Normalizes the streams, for n-grams.
     pub(super) fn norm_streams(&mut self, gain: &Buffer<f32>) -> Result<()> {
-        let m = self.m;
-        let (streams, _, on) = self.streamed();
+        let (m, added) = (self.m, self.rows.x.share());
+        let (streams, on) = self.streamed();
         let rows = &mut *streams.rows;
+        rows.join(on.stream, &added, m)?;
         let norm = StreamNorm {
             x: &rows.x,
             rows: None,
@@ -170,17 +219,20 @@ impl<'a> Pass<'a> {
         heads: &Heads<'_>,
         cache: LayerPages<'_>,
     ) -> Result<()> {
-        let (rows, spans) = self.prompts();
-        let (Some(streams), Inputs::Half { halves, full, .. }) =
-            (&mut self.streams, &mut self.inputs)
-        else {
-            unreachable!("passes over several streams have rows of prompts");
+        let (stream, m) = (self.on.stream, self.m);
+        let (Some(streams), qkv) = (&mut self.streams, &*self.rows.qkv) else {
+            unreachable!("a residual of several streams");
         };
-        let (stream, qkv) = (self.on.stream, &*self.rows.qkv);
-        let Some(IndexBuffers { chosen, .. }) = &mut streams.rows.index else {
-            return spans.iter().try_for_each(|s| {
-                stream.attention_prefill(qkv, s.rows, heads.heads, cache, &mut halves.attended)
-            });
+        let StreamRows { index, spans, .. } = &mut *streams.rows;
+        let Some(IndexBuffers { chosen, .. }) = index else {
+            unreachable!("layers with an indexer have rows for it");
+        };
+        let (halves, full) = match &mut self.inputs {
+            Inputs::Full { attended, .. } => {
+                let out = RowsOut::full(attended);
+                return stream.attend_chosen(qkv, streams.at, 0..m, cache, chosen, &out);
+            }
+            Inputs::Half { halves, full, .. } => (halves, full),
         };
         let mut others = Vec::new();
         for SequenceRows {
@@ -188,7 +240,7 @@ impl<'a> Pass<'a> {
             count,
             position,
             slot,
-        } in spans.iter().map(|s| s.rows)
+        } in spans.all().iter().map(|s| s.rows)
         {
             let mut dense = chosen.sizes().dense_rows(position, count);
             if dense < DENSE_ROWS {
@@ -210,7 +262,7 @@ impl<'a> Pass<'a> {
             half: Some(&mut halves.attended),
         };
         for range in joined(others.into_iter()) {
-            stream.attend_chosen(qkv, rows, range, cache, chosen, &out)?;
+            stream.attend_chosen(qkv, streams.at, range, cache, chosen, &out)?;
         }
         Ok(())
     }
@@ -224,77 +276,90 @@ impl StreamVerbs<DeviceLinear, Buffer<f32>, Error> for Pass<'_> {
         hyper: &Hyper<DeviceLinear>,
     ) -> Result<()> {
         let (on, m) = (self.on, self.m);
-        let (Some(streams), Inputs::Half { halves, full, .. }) =
-            (&mut self.streams, &mut self.inputs)
-        else {
-            unreachable!("passes over several streams have rows of prompts");
+        let Some(streams) = &mut self.streams else {
+            unreachable!("a residual of several streams");
         };
-        let mixing = Mixing {
-            norm: StreamGains {
-                gain: norm,
-                eps: on.config.rms_norm_eps,
-            },
+        let mixing = StreamMixing {
+            gain: norm,
+            eps: on.config.rms_norm_eps,
             down: &hyper.down.linear,
             up: &hyper.up.linear,
             inject: Some(&hyper.inject.linear),
         };
-        let out = RowsOut {
-            full: full.as_mut().map(|f| &mut f.normed),
-            half: Some(&mut halves.normed),
-        };
         // What the block adds is kept apart until it is injected.
-        let added = Some(&mut *self.rows.x);
-        (streams.rows).read(on.stream, &mixing, None, &out, added, m)
+        let added = &mut *self.rows.x;
+        match &mut self.inputs {
+            Inputs::Full { .. } => streams.rows.read_few(on.stream, &mixing, added, m),
+            Inputs::Half { halves, full, .. } => {
+                let out = RowsOut {
+                    full: full.as_mut().map(|f| &mut f.normed),
+                    half: Some(&mut halves.normed),
+                };
+                (streams.rows).read(on.stream, &mixing, None, &out, Some(added), m)
+            }
+        }
     }
 
     fn inject(&mut self) -> Result<()> {
-        let (m, stream) = (self.m, self.on.stream);
-        let Some(streams) = &mut self.streams else {
-            unreachable!("a residual of several streams");
-        };
-        let rows = &mut *streams.rows;
-        let key = (
-            "inject into streams",
-            "fused",
-            Dims::new(m, rows.dims.width),
-        );
-        stream.timed(key, 0, || {
-            stream.inject_streams(self.rows.x, &rows.inject, &mut rows.x, m, rows.dims)
-        })
+        let (m, added) = (self.m, self.rows.x.share());
+        let in_step = matches!(self.inputs, Inputs::Full { .. });
+        let (streams, on) = self.streamed();
+        if in_step {
+            // The kernel that reads the streams next adds it.
+            streams.rows.pending = true;
+            return Ok(());
+        }
+        streams.rows.inject(on.stream, &added, m)
     }
 
     fn select(&mut self, layer: usize, indexer: &Indexer<DeviceLinear, Buffer<f32>>) -> Result<()> {
-        let (m, (rows, spans)) = (self.m, self.prompts());
-        let cache = self.on.cache(layer);
+        let (on, m, cache) = (self.on, self.m, self.on.cache(layer));
         let product = self.product(&indexer.qk, false);
-        let (streams, halves, on) = self.streamed();
-        let Some(IndexBuffers { products, chosen }) = &mut streams.rows.index else {
+        let Some(streams) = &mut self.streams else {
+            unreachable!("a residual of several streams");
+        };
+        let StreamRows {
+            index,
+            spans,
+            block,
+            ..
+        } = &mut *streams.rows;
+        let Some(IndexBuffers { products, chosen }) = index else {
             unreachable!("layers with an indexer have rows for it");
         };
-        product.many(None, &halves.normed, GemmOutput::Store(products))?;
+        self.inputs.store(product, block, None, products)?;
         let vectors = IndexVectors {
             gains: indexer.norms.each_ref(),
             cos_sin: on.cos_sin,
             eps: on.config.rms_norm_eps,
         };
-        let kept = streams.kept.layer(layer);
+        let scored = match streams.scored {
+            None => chosen.scored(spans.all()),
+            Some(0) => Vec::new(),
+            Some(blocks) => vec![ScoredRows { rows: 0..m, blocks }],
+        };
+        let (at, kept) = (streams.at, streams.kept.layer(layer));
         let key = ("indexer", "fused", Dims::new(m, chosen.sizes().width()));
         on.stream.timed(key, 0, || {
-            (on.stream).choose_positions(products, rows, spans, &vectors, cache, kept, chosen, m)
+            (on.stream).choose_positions(
+                products, at, spans, &vectors, cache, kept, chosen, &scored, m,
+            )
         })
     }
 
     fn recall(&mut self, layer: usize, ngrams: &Ngrams<DeviceLinear, Buffer<f32>>) -> Result<()> {
-        let (m, (at, spans)) = (self.m, self.prompts());
+        let m = self.m;
         let products = [&ngrams.key, &ngrams.value].map(|w| self.product(w, false));
-        let (streams, _, on) = self.streamed();
+        let (streams, on) = self.streamed();
         let (stream, eps, kept) = (on.stream, on.config.rms_norm_eps, streams.kept);
+        let at = streams.at;
         let StreamRows {
             dims,
             x,
             normed,
             gates,
             ngrams: buffers,
+            spans,
             ..
         } = &mut *streams.rows;
         let (Some(buffers), Some(table)) = (buffers, &on.config.ngrams) else {

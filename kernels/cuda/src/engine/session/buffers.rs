@@ -167,6 +167,12 @@ impl ManyRows {
             streams: None,
         })
     }
+
+    /// The most blocks that an indexer scores for a row of a step whose sequence has `positions` with it.
+    pub(super) fn scored_in_step(&self, positions: usize) -> usize {
+        let index = self.streams.as_ref().and_then(|s| s.index.as_ref());
+        index.map_or(0, |index| index.chosen.scored_in_step(positions))
+    }
 }
 
 /// Inputs of products in FP16 and operand order.

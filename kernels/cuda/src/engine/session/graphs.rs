@@ -7,9 +7,19 @@ use std::collections::{HashMap, HashSet};
 #[derive(Default)]
 pub(super) struct Graphs {
     pub(super) recorded: HashMap<StepKind, Graph>,
-    /// Kinds of steps that have run (rows, all layers at once, end, runs, sharing of pages): their kernels are
-    /// loaded and their shared memory is reserved, which cannot be recorded.
-    pub(super) warm: HashSet<(usize, bool, StepEnd, bool, bool)>,
+    /// Those of steps that have run: they are loaded and their shared memory is reserved, which cannot be recorded.
+    pub(super) warm: HashSet<StepKernels>,
+}
+
+/// What decides which kernels a step has.
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct StepKernels {
+    m: usize,
+    at_once: bool,
+    end: StepEnd,
+    runs: bool,
+    shares_pages: bool,
+    scores_blocks: bool,
 }
 
 /// The parameters by which recorded steps differ.
@@ -25,8 +35,23 @@ pub(super) struct StepKind {
     /// True if the host has written its tokens: the step begins by looking them up, and several of its
     /// rows may belong to one sequence.
     pub(super) runs: bool,
+    /// The most blocks that an indexer scores for a row.
+    pub(super) scored: usize,
     /// Set if pages that sequences share are read once.
     pub(super) shared: Option<CascadeShape>,
+}
+
+impl StepKind {
+    pub(super) fn kernels(&self) -> StepKernels {
+        StepKernels {
+            m: self.m,
+            at_once: self.at_once,
+            end: self.end,
+            runs: self.runs,
+            shares_pages: self.shared.is_some(),
+            scores_blocks: self.scored > 0,
+        }
+    }
 }
 
 /// The last operation of a step.

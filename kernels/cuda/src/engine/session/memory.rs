@@ -97,7 +97,9 @@ impl SessionMemory {
         };
         let mut step = StepRows::new(gpu, c, head, shape)?;
         let mut many = ManyRows::new(gpu, &w, kernels, many_rows, places)?;
-        many.streams = StreamRows::new(gpu, c, many_rows, places.positions, request.together)?;
+        let kept_places = places.slots + spec.snapshot_count();
+        let together = request.together;
+        many.streams = StreamRows::new(gpu, c, many_rows, places, kept_places, together)?;
         if let (Some(sizes), Some(experts)) = (request.stage, &c.experts) {
             let grouped = [&mut step.experts, &mut many.experts].into_iter().flatten();
             let mut grouped = grouped.filter_map(|e| e.grouped.as_mut()).peekable();
@@ -108,7 +110,7 @@ impl SessionMemory {
         }
         Ok(SessionMemory {
             drafts,
-            kept: StreamsKept::new(gpu, c, places.slots + spec.snapshot_count())?,
+            kept: StreamsKept::new(gpu, c, kept_places)?,
             adapters: AdapterRows::new(gpu, adapters, many_rows.max(rows))?,
             room: trellis.any().then(room).transpose()?,
             gathered: request.sorted.then(gathered).transpose()?,

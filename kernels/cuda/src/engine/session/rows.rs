@@ -41,10 +41,15 @@ impl CudaSession {
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
         images.show(stream, spans, 0, &mut many.x, None)?;
         if let Some(streams) = &mut many.streams {
-            stream.spread_streams(&many.x, &mut streams.x, m, streams.dims)?;
+            streams.begin(stream, &many.x, m)?;
         }
         let streams = match (&mut many.streams, kept) {
-            (Some(rows), Some(kept)) => Some(StreamPass { rows, kept }),
+            (Some(rows), Some(kept)) => Some(StreamPass {
+                rows,
+                kept,
+                at: &many.rows,
+                scored: None,
+            }),
             _ => None,
         };
         let on = model.context(
@@ -215,16 +220,7 @@ impl CudaSession {
             (s.rows.slot, rows)
         });
         self.adapted.begin(sequences);
-        if let (Some(kept), Some(streams)) = (&mut self.kept, &mut self.many.streams) {
-            if let Some(table) = &self.model.config.ngrams {
-                let tables = (table, &self.model.tables[..]);
-                streams.look_up(&self.stream, tables, kept, &spans, &tokens)?;
-            }
-            for span in &spans {
-                let own = span.rows.row..span.rows.row + span.rows.count;
-                kept.append(span, &tokens[own]);
-            }
-        }
+        self.place_streams(&spans, &tokens)?;
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.write_turns(&turns)?;
@@ -237,6 +233,27 @@ impl CudaSession {
         }
         self.adapt_bank()?;
         Ok(wanted)
+    }
+
+    /// Tells the device what a residual of several streams needs of the `spans` of a pass, whose tokens these are.
+    pub(super) fn place_streams(
+        &mut self,
+        spans: &[DeltaSpan],
+        tokens: &[u32],
+    ) -> nq_runtime::Result<()> {
+        let (Some(kept), Some(streams)) = (&mut self.kept, &mut self.many.streams) else {
+            return Ok(());
+        };
+        (self.stream).write_spans(&mut streams.spans, spans, tokens.len())?;
+        if let Some(table) = &self.model.config.ngrams {
+            let tables = (table, &self.model.tables[..]);
+            streams.look_up(&self.stream, tables, kept, spans, tokens)?;
+        }
+        for span in spans {
+            let own = span.rows.row..span.rows.row + span.rows.count;
+            kept.append(span, &tokens[own]);
+        }
+        Ok(())
     }
 
     /// Computes the logits of all chunks by a forward over many rows.

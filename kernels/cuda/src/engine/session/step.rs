@@ -11,7 +11,8 @@ use super::step_rows::{RING, best_values, idle_step};
 use crate::engine::adapters::by_row;
 use crate::engine::pass::Fused;
 use crate::{
-    Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
+    Advance, AttentionScratch, CascadeShape, DeltaSpan, MOST_POSITIONS_AT_ONCE, MOST_RUN,
+    MOST_SEQUENCES, SequenceRows, Step,
 };
 use nq_kernels::pages::SharedPrefix;
 use nq_model::{Dims, ModelConfig};
@@ -122,9 +123,7 @@ impl CudaSession {
             return Ok(self.queue_step(kind)?);
         }
         let profiling = self.model.gpu.is_profiling();
-        let shares = kind.shared.is_some();
-        let warm = (kind.m, kind.at_once, kind.end, kind.runs, shares);
-        if !profiling && self.graphs.warm.insert(warm) {
+        if !profiling && self.graphs.warm.insert(kind.kernels()) {
             return Ok(self.queue_step(kind)?);
         }
         if profiling || !self.graphs.recorded.contains_key(&kind) {
@@ -161,6 +160,7 @@ impl CudaSession {
                 && !tapped,
             end,
             runs,
+            scored: self.many.scored_in_step(positions),
             shared: None,
         }
     }
@@ -231,13 +231,30 @@ impl CudaSession {
             Some(_) => MOST_SEQUENCES.min(self.step.rows),
             None => self.step.rows,
         };
-        rows <= most
+        // Of several streams a row is a step, and more pass as rows of prompts do.
+        rows <= if self.kept.is_some() { 1 } else { most }
             && chunks.iter().all(|c| c.tokens.len() <= MOST_RUN)
             && chunks.iter().any(|c| c.logits != LogitsWanted::None)
             && !chunks.iter().any(|c| {
                 let position = self.tables.len(c.slot);
                 (self.images).among(c.slot, position..position + c.tokens.len())
             })
+    }
+
+    /// Tells the device where the only row of a step stands, and what several streams need of it.
+    fn place_row(&mut self, chunk: &Chunk<'_>) -> Result<()> {
+        let span = DeltaSpan {
+            rows: SequenceRows {
+                row: 0,
+                count: 1,
+                position: self.tables.len(chunk.slot),
+                slot: chunk.slot,
+            },
+            mark: None,
+        };
+        let rows = self.placed_rows(span.rows, &mut Vec::new());
+        (self.stream).write_checked(&mut self.many.rows, &rows)?;
+        self.place_streams(&[span], chunk.tokens)
     }
 
     /// Computes the logits of chunks that fit one step, while no sequence sits in its rows.
@@ -260,6 +277,9 @@ impl CudaSession {
             }));
             let with_logits = chunk.logits.rows(chunk.tokens.len());
             wanted.push(first + with_logits.start..first + with_logits.end);
+        }
+        if let ([chunk], Some(_)) = (chunks, &self.kept) {
+            self.place_row(chunk)?;
         }
         let slots = rows.iter().map(|step| Some(step.slot as usize));
         self.adapted.begin(by_row(slots));

@@ -4,8 +4,8 @@
 use crate::driver::Staging;
 use crate::pack::SPAN;
 use crate::{
-    Buffer, ChosenBlocks, DeltaSpan, Gpu, INDEX_DIM, IndexSizes, KeptRows, LayerRows,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, PartialSums, Stream, StreamDims,
+    Buffer, ChosenBlocks, DeltaSpan, FewStreams, Gpu, INDEX_DIM, IndexSizes, KeptRows, LayerRows,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, PartialSums, Places, Stream, StreamDims, StreamSpans,
 };
 use nq_kernels::Result;
 use nq_model::{ModelConfig, NgramTable};
@@ -23,6 +23,15 @@ pub(in crate::engine) struct StreamRows {
     pub(in crate::engine) few: Option<[PartialSums; 2]>,
     pub(in crate::engine) low_half: Buffer<u16>, // [rows, rank padded]
     pub(in crate::engine) inject: Buffer<f32>, // [rows, streams], what each stream gets of a block
+    /// Of a step: the streams with what the block before has added, with which `x` changes places; whether it has; and what a
+    /// block reads.
+    pub(in crate::engine) joined: Buffer<f32>, // [1, streams, hidden]
+    pub(in crate::engine) swapped: bool,
+    pub(in crate::engine) block: Buffer<f32>, // [1, hidden]
+    pub(in crate::engine) contracted: FewStreams,
+    /// True while streams are still to get what a block of a step has added.
+    pub(in crate::engine) pending: bool,
+    pub(in crate::engine) spans: StreamSpans,
     pub(in crate::engine) ngrams: Option<NgramBuffers>,
     pub(in crate::engine) index: Option<IndexBuffers>,
 }
@@ -43,13 +52,14 @@ pub(in crate::engine) struct IndexBuffers {
 }
 
 impl StreamRows {
-    /// Allocates buffers for up to `rows` rows of sequences of up to `positions` positions, on a device whose steps take
-    /// `together` sequences; `None` for a residual of one stream.
+    /// Allocates buffers for up to `rows` rows of sequences within `there` that keep rows at `places` places, on a device whose
+    /// steps take `together` sequences; `None` for a residual of one stream.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         rows: usize,
-        positions: usize,
+        there: Places,
+        places: usize,
         together: usize,
     ) -> Result<Option<Self>> {
         let Some(hyper) = c.hyper else {
@@ -72,7 +82,7 @@ impl StreamRows {
         let index = |sizes: IndexSizes| -> Result<_> {
             Ok(IndexBuffers {
                 products: f32s(sizes.width())?,
-                chosen: ChosenBlocks::new(gpu, sizes, rows, positions)?,
+                chosen: ChosenBlocks::new(gpu, sizes, rows, there.positions)?,
             })
         };
         let sizes = c.indexer.map(|i| IndexSizes {
@@ -82,11 +92,18 @@ impl StreamRows {
             query_heads: c.num_attention_heads,
             kv_heads: c.num_key_value_heads,
         });
+        let dims = StreamDims {
+            streams: hyper.streams,
+            width: c.hidden_size,
+        };
         Ok(Some(StreamRows {
-            dims: StreamDims {
-                streams: hyper.streams,
-                width: c.hidden_size,
-            },
+            dims,
+            joined: gpu.zeros("activations", all)?,
+            block: gpu.zeros("activations", c.hidden_size)?,
+            contracted: FewStreams::new(gpu, 1, dims, hyper.rank)?,
+            pending: false,
+            swapped: false,
+            spans: StreamSpans::new(gpu, rows.min(there.slots), there, places)?,
             x: f32s(all)?,
             normed: f32s(all)?,
             gates: f32s(all)?,
@@ -101,6 +118,15 @@ impl StreamRows {
             ngrams: c.ngrams.as_ref().map(ngrams).transpose()?,
             index: sizes.map(index).transpose()?,
         }))
+    }
+
+    /// Copies the rows of the embedding to each stream.
+    pub(super) fn begin(&mut self, stream: &Stream, from: &Buffer<f32>, m: usize) -> Result<()> {
+        self.pending = false;
+        if std::mem::take(&mut self.swapped) {
+            std::mem::swap(&mut self.x, &mut self.joined);
+        }
+        stream.spread_streams(from, &mut self.x, m, self.dims)
     }
 
     /// Looks up the rows of all tables for the `spans` of a pass, whose tokens these are, and queues their copy to the device.

@@ -121,7 +121,7 @@ impl CudaEagle {
             gain: &self.embedding_norm,
             eps,
         };
-        let out = GemvOutput::Store(norm, &mut few.qkv);
+        let out = GemvOutput::Store(Some(norm), &mut few.qkv);
         multiply(
             stream,
             &self.qkv_of_embedding,

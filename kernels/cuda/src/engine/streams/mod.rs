@@ -631,7 +631,7 @@ impl<H: GpuHead> DraftState<H> {
             gain: &model.norm,
             eps: model.config.rms_norm_eps,
         };
-        let out = GemvOutput::Head(norm, &mut last.logits, &mut last.best);
+        let out = GemvOutput::Head(Some(norm), &mut last.logits, &mut last.best);
         (on.stream).gemv(drawn, &last.x, out, true)?;
         (on.stream).advance(Advance {
             m: 1,

@@ -88,7 +88,7 @@ impl CudaMtp {
             gain: &self.hidden_norm,
             eps,
         };
-        let out = GemvOutput::Store(norm, x);
+        let out = GemvOutput::Store(Some(norm), x);
         multiply(stream, &self.fc[1], &few.normed, out, columns, n)?;
         let normed = RowsOut::full(&mut few.normed);
         stream.rms_norm(&few.embedded, None, &self.embedding_norm, &normed, n, eps)?;

@@ -3,7 +3,9 @@
 use crate::engine::adapters::Adapted;
 use crate::engine::held::CudaLayer;
 use crate::engine::model::CudaModel;
-use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
+use crate::engine::pass::{
+    Context, Fused, Inputs, Pass, PassState, Rows, Sequences, StreamPass, Sums,
+};
 use crate::engine::session::CudaSession;
 use crate::engine::session::graphs::StepKind;
 use crate::engine::session::rank_rows::{Handover, RankRows, hand_over};
@@ -28,6 +30,8 @@ impl CudaSession {
             adapters,
             adapted,
             adapter_rows,
+            many,
+            kept,
             ..
         } = self;
         let on = model.context(
@@ -39,6 +43,18 @@ impl CudaSession {
         );
         let size = Dims::new(kind.m, model.config.hidden_size);
         hand_over(stream, &mut step.x, ranks.as_ref(), size, Handover::Begin)?;
+        if let Some(streams) = &mut many.streams {
+            streams.begin(stream, &step.x, kind.m)?;
+        }
+        let streams = match (&mut many.streams, kept) {
+            (Some(rows), Some(kept)) => Some(StreamPass {
+                rows,
+                kept,
+                at: &many.rows,
+                scored: Some(kind.scored),
+            }),
+            _ => None,
+        };
         let at_once = kind.at_once && queue_at_once(&on, model, step, ranks.as_ref())?;
         let StepRows {
             x,
@@ -60,10 +76,10 @@ impl CudaSession {
         } = step;
         let few_rows = *few_rows;
         let adapted = Adapted::of_pass(adapters, &adapted.runs, adapter_rows);
-        let fused = match adapted {
-            None => Fused::in_step(kind.m, few_rows),
-            // What is added to rates is added to a product.
-            Some(_) => Fused {
+        let fused = match (&adapted, &streams) {
+            (None, None) => Fused::in_step(kind.m, few_rows),
+            // What is added to rates is added to a product, and a recurrence that computes them normalizes its rows.
+            _ => Fused {
                 rates: false,
                 ..Fused::in_step(kind.m, few_rows)
             },
@@ -110,7 +126,7 @@ impl CudaSession {
                 splits: kind.splits,
                 runs: kind.runs,
             },
-            streams: None,
+            streams,
             ranks: ranks.as_mut(),
             observer: None,
             drafting: None,
@@ -123,6 +139,9 @@ impl CudaSession {
         pass.end(&model.norm)?;
         pass.hand_over(Handover::End)?;
         pass.hand_over(Handover::Last)?;
+        if let Some(mixing) = model.mixing() {
+            pass.contract_end(&mixing)?;
+        }
         pass.head(&model.norm, &model.head, logits, best)
     }
 
