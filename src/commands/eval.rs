@@ -199,6 +199,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         text,
         reference,
         recorded: None,
+        noise: None,
         several: models.len() > 1,
         spec: None,
     };
@@ -266,6 +267,8 @@ struct Workbench<'a> {
     reference: Option<EvalModel>,
     /// The reference's log-probabilities, when several models are measured against it.
     recorded: Option<ReferenceLogits>,
+    /// The reference's divergence from itself, which all models are shown beside.
+    noise: Option<KldStats>,
     several: bool,
     /// Settings of the first model; the others must be measured alike.
     spec: Option<EvalSpec>,
@@ -287,20 +290,18 @@ impl Workbench<'_> {
         let tokens = spec.begun(tokens, loaded.tokenizer.around());
         let name = || loaded.model.source.clone();
         let engine = loaded.engine.as_ref();
-        let mut noise = None;
         let evaluation = match &self.reference {
             None => evaluate(engine, &tokens, &spec, terminal).with_context(name)?,
             Some(reference) => {
-                let few = EvalSpec {
-                    max_windows: Some(spec.max_windows.unwrap_or(NOISE_WINDOWS).min(NOISE_WINDOWS)),
-                    ..spec.clone()
-                };
-                noise = Some(self_noise(
-                    reference.engine.as_ref(),
-                    &tokens,
-                    &few,
-                    terminal,
-                )?);
+                if self.noise.is_none() {
+                    let most = spec.max_windows.unwrap_or(NOISE_WINDOWS);
+                    let few = EvalSpec {
+                        max_windows: Some(most.min(NOISE_WINDOWS)),
+                        ..spec.clone()
+                    };
+                    let engine = reference.engine.as_ref();
+                    self.noise = Some(self_noise(engine, &tokens, &few, terminal)?);
+                }
                 if self.several && self.recorded.is_none() {
                     self.recorded = record(reference, &tokens, &spec, terminal)?;
                 }
@@ -311,7 +312,7 @@ impl Workbench<'_> {
                 }
             }
         };
-        Ok(Outcome::new(loaded, evaluation, &tokens, noise))
+        Ok(Outcome::new(loaded, evaluation, &tokens, self.noise))
     }
 
     fn measure_chats(
@@ -331,19 +332,15 @@ impl Workbench<'_> {
             chats.measure(SeenBy { model, kv }, reference, most, spec, terminal)
         };
         let side = |kv| self.reference.as_ref().map(|model| SeenBy { model, kv });
-        let noise = self
-            .reference
-            .as_ref()
-            .map(|reference| -> anyhow::Result<_> {
-                let found = measure(reference, spec.kv, side(KvType::F32), NOISE_WINDOWS)?;
-                let against = found.evaluation.report.against;
-                Ok(against.map_or_else(KldStats::default, |c| c.kld))
-            });
-        let noise = noise.transpose()?;
+        if let (Some(reference), None) = (&self.reference, self.noise) {
+            let found = measure(reference, spec.kv, side(KvType::F32), NOISE_WINDOWS)?;
+            let against = found.evaluation.report.against;
+            self.noise = Some(against.map_or_else(KldStats::default, |c| c.kld));
+        }
         let seen = measure(loaded, spec.kv, side(spec.kv), usize::MAX);
         let SeenEvaluation { evaluation, tokens } =
             seen.with_context(|| loaded.model.source.clone())?;
-        Ok(Outcome::new(loaded, evaluation, &tokens, noise))
+        Ok(Outcome::new(loaded, evaluation, &tokens, self.noise))
     }
 
     /// The requested context or the protocol's, at most what the models were trained for.
