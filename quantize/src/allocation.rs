@@ -82,7 +82,7 @@ struct LossTable {
     unit: u64,
     /// By units above the smallest size.
     loss: Vec<f64>,
-    /// By menu and units: the index of the chosen candidate.
+    /// By menu and units, as far as it and those before can use them: the index of the chosen candidate.
     chosen: Vec<Vec<u8>>,
     /// Size of each candidate in units, by menu.
     units: Vec<Vec<usize>>,
@@ -107,17 +107,20 @@ impl LossTable {
                 m.candidates.iter().map(units).collect()
             })
             .collect();
-        let steps: usize = units.iter().filter_map(|u| u.iter().max()).sum();
-        let mut loss = vec![0f64; steps + 1];
+        // For each number of units, as far as the menus so far can use them: more are of no use.
+        let mut loss = vec![0f64];
         let mut chosen = Vec::with_capacity(menus.len());
         for (menu, units) in menus.iter().zip(&units) {
-            let mut next = vec![f64::INFINITY; steps + 1];
-            let mut by = vec![0u8; steps + 1];
+            let used = loss.len() + units.iter().max().unwrap_or(&0);
+            loss.resize(used, loss[loss.len() - 1]);
+            let mut next = vec![f64::INFINITY; used];
+            let mut by = vec![0u8; used];
             for (i, (candidate, &cost)) in menu.candidates.iter().zip(units).enumerate() {
-                for b in cost..=steps {
-                    let total = loss[b - cost] + candidate.loss;
-                    if total < next[b] {
-                        (next[b], by[b]) = (total, i as u8);
+                let from = next[cost..].iter_mut().zip(&mut by[cost..]).zip(&loss);
+                for ((next, by), before) in from {
+                    let total = before + candidate.loss;
+                    if total < *next {
+                        (*next, *by) = (total, i as u8);
                     }
                 }
             }
@@ -136,7 +139,7 @@ impl LossTable {
     fn at(&self, mut units: usize) -> Chosen {
         let mut chosen = vec![0; self.chosen.len()];
         for (menu, by) in self.chosen.iter().enumerate().rev() {
-            let i = usize::from(by[units]);
+            let i = usize::from(by[units.min(by.len() - 1)]);
             chosen[menu] = i;
             units -= self.units[menu][i];
         }

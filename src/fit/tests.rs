@@ -305,12 +305,21 @@ fn bytes_are_those_of_the_table_of_cards() {
         return;
     }
     for preset in ["qwen3-0.6b", "qwen3-8b", "qwen3.8-27b", "qwen3-30b-a3b"] {
-        for flags in ["--bits 4", "--bits 8", "--trellis"] {
-            let wanted = Use {
+        let config = &shape(preset);
+        let asked = FitQuestion {
+            config,
+            machine: &with("B200"),
+            wanted: Use {
                 context: 16384,
                 clients: 1,
-            };
-            let row = row(preset, flags, wanted, &with("B200"));
+            },
+            beside: Beside::default(),
+        };
+        let files = FileKind::all(config).expect("schemes that fit");
+        for flags in ["--bits 4", "--bits 8", "--trellis"] {
+            let file = files.iter().find(|f| f.flags == flags);
+            let row = asked.row(file.expect("a kind of file"), KvType::F16);
+            let row = row.expect("a row");
             let line = format!(
                 "{preset},{flags},f16,16384,{},{},{},",
                 row.weights_bytes, row.kv_bytes, row.buffers_bytes
