@@ -190,7 +190,7 @@ impl Stream {
         &self,
         mixing: &StreamMixing<'_>,
         x: &Buffer<f32>,
-        of: &FewStreams,
+        contracted: &FewStreams,
         y: &mut Buffer<f32>,
         adds: Option<BlockAdds<'_>>,
         m: usize,
@@ -207,9 +207,9 @@ impl Stream {
             return o.refuse("weights of what a block adds", "a product", "none");
         }
         let args = ContractMixArgs {
-            sums: o.of("sums", &of.sums, &[low_parts(dims), m, outputs])?,
+            sums: o.of("sums", &contracted.sums, &[low_parts(dims), m, outputs])?,
             x: o.of("x", x, &[m, streams, width])?,
-            scales: o.of("scales", &of.scales, &[m, streams])?,
+            scales: o.of("scales", &contracted.scales, &[m, streams])?,
             gain: o.of("gain", mixing.gain, &[streams, width])?,
             up,
             y: o.of("y", y, &[m, width])?,

@@ -259,6 +259,8 @@ impl Stream {
         let stacks = w.expert_stacks(o, all)?;
         if !stacks.is_empty() {
             check(o, e, w.rows(), w.rows() / all, rows.m)?;
+            // Products in other schemes look for each expert's values at whole spans.
+            o.multiple("width of an expert", SPAN, e.width)?;
         }
         for stack in &stacks {
             self.scored_experts(o, stack, rows)?;
