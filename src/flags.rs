@@ -36,7 +36,7 @@ pub(crate) struct Global {
     /// model and the GPUs allow it]
     #[arg(long, global = true, value_name = "HOW")]
     pub split: Option<Split>,
-    /// CPU threads [default: NQ_THREADS of the environment, otherwise one per physical core]
+    /// CPU threads [default: NQ_THREADS or one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Bind every CPU thread to a physical core (Linux)
