@@ -159,9 +159,9 @@ impl Global {
     /// # Errors
     /// If `NQ_THREADS` is no number of threads.
     pub(crate) fn with_environment(self) -> anyhow::Result<Global> {
-        let threads = match (self.threads, std::env::var("NQ_THREADS")) {
-            (None, Ok(said)) if !said.is_empty() => {
-                let parsed = parse_threads(&said);
+        let threads = match (self.threads, std::env::var_os("NQ_THREADS")) {
+            (None, Some(said)) if !said.is_empty() => {
+                let parsed = parse_threads(&said.to_string_lossy());
                 Some(parsed.map_err(|e| anyhow::anyhow!("NQ_THREADS: {e}, found {said:?}"))?)
             }
             (given, _) => given,

@@ -18,6 +18,9 @@ use crate::cuda::places::ExpertPlaces;
 use nq_kernels::Result;
 use nq_model::Experts;
 
+/// Threads of `sort_routes`: its `SORT_THREADS` (`cuda/grouped.cu`).
+const SORT_THREADS: usize = super::MOST_EXPERTS + 32;
+
 kernels! {
     CHOOSE_EXPERTS: RoutesArgs = "choose_experts" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
@@ -259,7 +262,7 @@ impl Stream {
         // permutation of the routes.
         unsafe {
             self.launch(&CHOOSE_EXPERTS, shape([m, 1], super::MOST_EXPERTS), &args)?;
-            self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS + 32), &args)?;
+            self.launch(&SORT_ROUTES, shape([1, 1], SORT_THREADS), &args)?;
             self.launch(&GATHER_ROWS, shape([m, 1], 256), &gather)?;
         }
         rows.grouped = grouped;
